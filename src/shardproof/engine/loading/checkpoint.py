@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardproof._utils.humanize import counted, gigabytes
+from shardproof._utils.humanize import counted, gigabytes, nearest
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import NATIVE, is_paths_key, paths_in, tensors_in_values
 from shardproof.engine.format import (
@@ -40,6 +40,9 @@ from shardproof.errors import FormatError
 OPENED_FIRST = 32
 """Files that a load opens before it overwrites anything. A storage keeps at least as many open, unless the
 process may have few descriptors."""
+
+_MOST_COMPARED = 5000
+"""Most keys among which an error searches for similar ones: a search among 10,000 takes a second."""
 
 Index = SupportsIndex | slice | EllipsisType
 
@@ -287,7 +290,17 @@ class Checkpoint(ABC):
                 keys = [stored_as.get(key, key) for key in keys]
             return list(map(row_of.__getitem__, keys))
         except KeyError as error:
-            raise KeyError(f"{self.location} has no {error}; keys() lists its keys") from None
+            raise self._no_tensor(error.args[0]) from None
+
+    def _no_tensor(self, key: str) -> KeyError:
+        """The error of a key that no tensor has. It names similar keys."""
+        if key in self.objects:
+            return KeyError(
+                f"{self.location}: {key!r} is a plain value and no tensor: checkpoint[key] has it"
+            )
+        near = nearest(key, self._keys) if len(self._keys) <= _MOST_COMPARED else []
+        advice = f"near it: {', '.join(near)}" if near else "keys() lists its keys"
+        return KeyError(f"{self.location} has no {key!r}; {advice}")
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Global shape of a tensor."""
@@ -301,7 +314,7 @@ class Checkpoint(ABC):
         """The contents of this checkpoint, to bind a state to it."""
         tensors = dict(zip(self._row, map(_KIND, self.tensors), strict=True))
         tensors |= {alias: tensors[key] for alias, key in self.aliases.items()}
-        return Catalogue(tensors, self.aliases, self.objects, self.world_size)
+        return Catalogue(tensors, self.aliases, self.objects, self.world_size, lambda: self.paths)
 
     def decoded(self, value: Any) -> Any:
         """Decodes a value of `objects`, or a part of one. A tensor that it refers to is read once."""
@@ -427,6 +440,35 @@ class StoredTensor:
             CorruptChunkError: stored bytes do not match their digest.
         """
         return self._read([0] * len(self.shape), list(self.shape))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The whole tensor as a numpy array; numpy calls it.
+
+        Raises:
+            TypeError: numpy has no such dtype.
+            ValueError: `copy` is False.
+            CorruptChunkError: stored bytes do not match their digest.
+        """
+        if copy is False:
+            raise ValueError(
+                f"{self.key} is read from a checkpoint, which is a copy: copy=False is not possible"
+            )
+        try:
+            torch.empty(0, dtype=self.dtype, device="cpu").numpy()
+        except TypeError:
+            raise TypeError(
+                f"numpy has no {self.dtype}, the dtype of {self.key}: .read() returns it as a torch.Tensor, "
+                "which .float() converts"
+            ) from None
+        return np.asarray(self.read().numpy(), dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The whole tensor, every byte verified, in the protocol of `torch.as_tensor` and `torch.tensor`."""
+        return self.read().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        """The device of `__dlpack__`: host memory."""
+        return torch.empty(0, device="cpu").__dlpack_device__()
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
         """Basic slicing, as torch: integers, slices with positive steps, one ellipsis.

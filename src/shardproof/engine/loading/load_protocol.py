@@ -441,7 +441,7 @@ def _overwritten(error: BaseException, location: str, untouched: list[str]) -> B
     """The error, with the state of the target and the keys that the load did not overwrite."""
     text = f"The target is partly overwritten from {location}: load again, or another, before using it."
     if isinstance(error, ShardproofError):
-        details = {**error.details, "overwritten": True, "untouched": untouched}
+        details = {**error.details, "overwritten": True, "untouched": untouched, "reason": error.message}
         return type(error)(f"{error.message}\n{text}", **details)
     error.add_note(text)
     return error

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardproof._utils.arguments import check_boolean, check_mapping, check_texts
 from shardproof._utils.mappings import LazyMapping
+from shardproof.engine.foreign import renamed_path
 from shardproof.engine.loading.checkpoint import Checkpoint
 from shardproof.engine.loading.destinations import Destination
 from shardproof.engine.planning import (
@@ -103,6 +104,10 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Keys whose cast may change a number, each with both dtypes; see `_is_narrower`."""
     adapted: tuple[str, ...] = ()
     """Keys of the checkpoint that only load hooks of this rank's target get."""
+    wrapped: dict[str, str] = {}
+    """A rename that fits all missing keys to keys of the checkpoint with the prefix of a wrapper."""
+    excludes_all: bool | None = None
+    """True if `exclude` leaves no key of this rank's target; None without `exclude` or without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +279,27 @@ def _report(
         unused_renames(options.rename, requested | binding.used) if options.rename else {},
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
         tuple(sorted(binding.adapted)),
+        {} if options.rename else _unwrapping(binding.missing, unexpected),
+        not any(map(selects(options.include, options.exclude), requested))
+        if options.exclude and requested
+        else None,
     )
+
+
+def _unwrapping(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
+    """A rename that fits all missing keys to unexpected ones with the prefix ``module``; empty if none does.
+
+    >>> _unwrapping(["net.0.w", "net.0.b"], ["net.module.0.b", "net.module.0.w"])
+    {'net': 'net.module'}
+    """
+    steps = missing[0].split(".") if missing else []
+    for head in (".".join(steps[:count]) for count in range(len(steps))):
+        below = f"{head}." if head else ""
+        rest = [key.removeprefix(below) for key in missing if key.startswith(below)]
+        for stored in (f"{below}module", "module"):
+            if len(rest) == len(missing) and {f"{stored}.{name}" for name in rest} <= {*unexpected}:
+                return {head: stored}
+    return {}
 
 
 def _unrequested(
@@ -373,9 +398,20 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
     # A key is left over if no rank requests it. It is no mismatch if its part is absent on all ranks.
     leftover = set.intersection(*({*report.unexpected, *report.of_absent_parts} for report in reports))
     unexpected = sorted(leftover.intersection(key for report in reports for key in report.unexpected))
+    hints = [report.wrapped for report in reports if report.missing] or [{}]
     if mismatched or (strict and (missing or unexpected)):
         raise _mismatch(
-            location, missing if strict else [], unexpected if strict else [], mismatched, renames
+            location,
+            missing if strict else [],
+            unexpected if strict else [],
+            mismatched,
+            renames,
+            hints[0] if all(hint == hints[0] for hint in hints) else {},
+        )
+    if {report.excludes_all for report in reports} - {None} == {True}:
+        raise StructureError(
+            f"{location}: exclude leaves no key of the target, so that the load would fill nothing. "
+            "Leave out fewer keys"
         )
     if renames:
         text = f"{location}: rename has keys that the target does not have: {renames}"
@@ -493,10 +529,12 @@ def _mismatch(
     unexpected: list[str],
     mismatched: list[_Mismatch],
     renames: Mapping[str, str],
+    wrapped: Mapping[str, str],
 ) -> KeyMismatchError:
     """One error that lists all mismatches.
 
-    No target has the keys of `renames`. Keys that these entries explain are left out.
+    No target has the keys of `renames`. Keys that these entries explain are left out. A load with the rename
+    `wrapped` finds the missing keys.
     """
     renames = {new: old for new, old in renames.items() if any(_is_within(key, new) for key in unexpected)}
     missing = [key for key in missing if not any(_is_within(key, old) for old in renames.values())]
@@ -519,6 +557,11 @@ def _mismatch(
             lines.extend(f"    {key}" for key in keys[:20])
             if len(keys) > 20:
                 lines.append(f"    ... and {len(keys) - 20} more")
+    if missing and wrapped:
+        lines.append(
+            "  The stored keys have the prefix of a wrapper such as DistributedDataParallel: "
+            f"rename={dict(wrapped)} loads them"
+        )
     if any(f".{key}".endswith(".state") and want == "an empty dict" for key, want, _ in mismatched):
         lines.append(
             "  An optimizer's state_dict() has an empty state before the first step: put the optimizer "
@@ -554,6 +597,11 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
             if key in names and value in names
         },
         objects=LazyMapping(objects, lambda key: _with_references(catalogue.objects[objects[key]], names)),
+        paths=lambda: {
+            names[key]: path
+            for key, old in catalogue.paths().items()
+            if key in names and (path := renamed_path(old, names[key])) is not None
+        },
     )
     return view, {target: stored for stored, target in names.items()}
 

@@ -176,6 +176,12 @@ def _no_key(
     left, right = list(rename), list(rename.values())
     stored, new = (left, right) if stored_first else (right, left)
     known = [key for key in dict.fromkeys(new) if any(f"{other}.".startswith(f"{key}.") for other in keys)]
+    if not known and unused == [""] and not stored_first:
+        return StructureError(
+            f"rename: the stored key of {new!r} is empty. If the keys of the checkpoint have no prefix, the "
+            "target is the module or dict itself, as in sp.load(path, model)",
+            keys=unused,
+        )
     if not known or len(unused) < len(set(stored)):
         return StructureError(f"rename: no key matches {unused}{_advice(unused, keys)}", keys=unused)
     direction = (

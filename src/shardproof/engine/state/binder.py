@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from shardproof.engine.state.subclasses import is_wrapper
 from shardproof.engine.state.tensors import check_destination, empty_like_layout, torch_dtype
 from shardproof.engine.state.visitor import Place, Visitor, blocks
 from shardproof.errors import PlainDataError, StructureError
+
+_log = logging.getLogger("shardproof")
 
 MISSING: Any = object()
 """Returned by `Binder.object` if there is nothing to set."""
@@ -218,6 +221,10 @@ class Binder(Visitor[BindHandler]):
             last += 1
         return self._sorted[first:last]
 
+    def selected_below(self, key: str) -> list[str]:
+        """Selected keys of the catalogue below a key."""
+        return list(filter(self.selected, self.keys_below(f"{key}.")))
+
     def put_of(self, place: Place) -> Callable[[Any], None]:
         """The function that replaces the value at a place."""
         if place.put is None:
@@ -272,16 +279,24 @@ class Binder(Visitor[BindHandler]):
         elif key in self.catalogue.tensors:
             dtype, shape = self.catalogue.tensors[key]
             self.mismatch(key, expected, describe(dtype, tuple(shape)) + advice)
-        elif self.strict and (below := list(filter(self.selected, self.keys_below(f"{key}.")))):
-            self.binding.used.update(below)
-            count = f"{len(below)} keys" if len(below) > 1 else "a key"
-            found = f"{count} below it ({', '.join(below[:3])}): give the target the same keys, or exclude it"
-            if below[0].startswith(f"{key}.@rank-"):
-                found = "per-rank values: wrap the target's value in shardproof.PerRank, or exclude it"
-            self.mismatch(key, expected, found)
+        elif below := self.selected_below(key):
+            return self.note_below(key, expected, below, "give the target the same keys, or exclude it")
         else:
             return False
         return True
+
+    def note_below(self, key: str, expected: str, below: Sequence[str], advice: str) -> bool:
+        """Records that the catalogue has only keys below a key. Without `strict`: warns, returns False."""
+        count = f"{len(below)} keys" if len(below) > 1 else "a key"
+        found = f"{count} below it ({', '.join(below[:3])}): {advice}"
+        if below[0].startswith(f"{key}.@rank-"):
+            found = "per-rank values: wrap the target's value in shardproof.PerRank, or exclude it"
+        if self.strict:
+            self.binding.used.update(below)
+            self.mismatch(key, expected, found)
+        elif self.rank == 0:
+            _log.warning("%s is left as it is: expected %s, found %s", key, expected, found)
+        return self.strict
 
 
 def _with_own_memory(piece: Piece) -> Piece:

@@ -154,6 +154,8 @@ class Catalogue:
     """Key to plain JSON data."""
     world_size: int
     """Number of ranks that saved."""
+    paths: Callable[[], Mapping[str, tuple[str | int, ...]]] = dict
+    """Returns the recorded paths of keys in the nested state dict that was saved."""
 
     def with_keys(
         self, stored: Mapping[str, str], objects: Mapping[str, Any], without: Collection[str]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shardproof._utils.contexts import no_garbage_collection
+from shardproof._utils.humanize import listed
 from shardproof.engine.state.binder import MISSING, Binder, BindHandler
 from shardproof.engine.state.collector import CollectHandler, Collector
 from shardproof.engine.state.handlers.modules import MODULE
@@ -40,6 +41,7 @@ from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.local_shards import FlatShard, LocalShards, described
 from shardproof.engine.state.model_parts import model_parallel, refuse_loose_parts
 from shardproof.engine.state.optimizer.collect import OPTIMIZER, OptimizerState
+from shardproof.engine.state.plain_decode import decode, references
 from shardproof.engine.state.plain_encode import TEXT_KINDS
 from shardproof.engine.state.records import Binding, Catalogue, Collected
 from shardproof.engine.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
@@ -271,8 +273,10 @@ class _Mapping:
         collector.note_loose(tensors)
 
     def bind(self, place: Place, value: dict[Any, Any], binder: Binder) -> None:
-        """Binds each item. Tensors skip the handler."""
+        """Binds each item. Tensors skip the handler. Plain data may be stored whole, as that of an object."""
         _check_names(value, place)
+        if place.key in binder.catalogue.objects and self._bind_whole(place, value, binder):
+            return
         if binder.rank == 0 and _is_optimizer_state_dict(value):
             _log.warning(
                 "%s: it is the state_dict() of an optimizer. The load sets options such as lr in this dict, "
@@ -289,6 +293,34 @@ class _Mapping:
             for name, item in value.items():
                 if not isinstance(item, torch.Tensor):
                     binder.visit(place.at(name, partial(value.__setitem__, name)), item)
+
+    @staticmethod
+    def _bind_whole(place: Place, value: dict[Any, Any], binder: Binder) -> bool:
+        """Binds the dict to the plain value at its key. False if the items are bound instead."""
+        if not binder.selected(place.key):
+            return False
+        names = None if _holds_state(value) else _stored_names(binder.catalogue.objects[place.key])
+        if not binder.strict and names is None:
+            return False
+        data = binder.object(place.key)
+        if names is None or (binder.strict and names != value.keys()):
+            found = (
+                "a plain value" if names is None else f"a plain value with the keys {listed(map(str, names))}"
+            )
+            advice = "If it is the state of an object, put the object itself into the target, or exclude it"
+            expected = f"a dict with the keys {listed(map(str, value))}"
+            binder.mismatch(place.key, expected, f"{found}. {advice}")
+            binder.binding.used.update(key for key, _ in references(data))
+            return True
+        rebuilt = binder.rebuild(place.key, data)
+
+        def fill() -> None:
+            state = rebuilt()
+            value.clear()
+            value.update(state)
+
+        binder.on_finish(fill)
+        return True
 
 
 class _List:
@@ -388,6 +420,20 @@ def handler_of(value: Any, place: Place) -> Handler:
         refuse_divided(value, place)
         return STATEFUL
     return _PLAIN
+
+
+def _stored_names(data: Any) -> set[Any] | None:
+    """The keys of an encoded dict; None for other plain data.
+
+    >>> _stored_names({"$dict": [[1, "a"]]}), _stored_names([1])
+    ({1}, None)
+    """
+    if not isinstance(data, dict):
+        return None
+    tag = next(iter(data), "")
+    if tag in ("$dict", "$ordered"):
+        return {decode(name) for name, _ in data[tag]}
+    return None if tag.startswith("$") else {*data}
 
 
 def _check_names(value: dict[Any, Any], place: Place) -> None:

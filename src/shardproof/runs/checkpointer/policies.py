@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from shardproof._utils.arguments import check_number
+from shardproof._utils.humanize import brief
 
 _NAMES_SHOWN = 8
 
@@ -270,15 +271,20 @@ class MetricCheck:
         if not missing:
             return
         self._wanted = []
-        names = ", ".join(map(repr, list(found)[:_NAMES_SHOWN])) or "no value"
+        names = ", ".join(map(repr, [name for name in found if name not in missing][:_NAMES_SHOWN]))
+        present = " and ".join(
+            f"{name!r} is {'the text ' * isinstance(found[name], str)}{brief(found[name], 40)}"
+            for name in missing
+            if name in found
+        )
         _log.warning(
             "%s: the metadata of step %s have no finite number %s, which KeepBest needs, but %s. KeepBest "
             "does not select such a step. It keeps every step while no step of the run has the number, and "
-            "the storage may fill. Pass it with metadata=, or correct the name in KeepBest",
+            "the storage may fill. Pass the number with metadata=, or correct the name in KeepBest",
             self._location,
             step,
             " and no ".join(map(repr, missing)),
-            names,
+            ", and ".join(filter(None, (names, present))) or "no value",
         )
 
 

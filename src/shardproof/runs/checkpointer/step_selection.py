@@ -88,6 +88,12 @@ class Failed:
     chosen: Chosen
     error: ShardproofError
 
+    @property
+    def cause(self) -> ShardproofError:
+        """The error without the advice on an overwritten target, which the load of another step may fill."""
+        details = self.error.details
+        return type(self.error)(details.get("reason", self.error.message), **details)
+
 
 def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
     """The newest committed step, readable or not; None if there is none. With `suspect`, also suspects.
@@ -168,13 +174,14 @@ class StepSelection:
         if failed is not None and failed.chosen.folder is not None:
             last = failed.chosen.folder
             changed = seal_in(run.within(last.name)) != failed.chosen.seal
-            if not changed and not self._has_next_copy(last, failed.error):
-                if step is not None or not is_damage(failed.error):
+            cause = failed.cause
+            if not changed and not self._has_next_copy(last, cause):
+                if step is not None or not is_damage(cause):
                     return Chosen(last, stands=True)
                 damage = None
-                if isinstance(failed.error, CorruptChunkError):  # other errors do not name the bytes
-                    damage = Damage.of(failed.error, run.location, last.name)
-                passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
+                if isinstance(cause, CorruptChunkError):  # other errors do not name the bytes
+                    damage = Damage.of(cause, run.location, last.name)
+                passed = [PassedOver(last.step, cause.message, True, last.suspect, damage)]
                 self._copies.pass_over()
         if step is not None:
             folder = named(run, step, suspect=self._suspect)

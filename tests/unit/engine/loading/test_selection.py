@@ -16,7 +16,7 @@ from hypothesis import given
 import shardproof as sp
 from shardproof.engine.loading.matching import MatchReport, agree, renamed
 from shardproof.engine.planning import casts, check_patterns, selects
-from shardproof.errors import StructureError
+from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.state import Catalogue
 
 KEYS = [
@@ -256,3 +256,74 @@ def test_an_exclude_may_match_on_one_rank_alone(caplog: pytest.LogCaptureFixture
 def test_an_empty_include_is_refused(include: Any, tmp_path: Path) -> None:
     with pytest.raises(StructureError, match="include: it is empty"):
         sp.load(_saved(tmp_path), {"w": torch.zeros(2)}, include=include, strict=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("exclude", ["*", ["w", "part.*", "items*"]])
+def test_an_exclude_that_leaves_no_key_of_the_target_is_refused(
+    exclude: Any, strict: bool, tmp_path: Path
+) -> None:
+    tree = {"w": torch.ones(2), "part": sp.PerRank(1), "items": {"a": 1}}
+    sp.save(tmp_path / "all", tree)
+    checkpointer = sp.Checkpointer(tmp_path / "run")
+    checkpointer.save(1, tree).result()
+    target = {"w": torch.zeros(2), "part": sp.PerRank(0), "items": {"a": 0}}
+    with pytest.raises(StructureError, match="exclude leaves no key of the target"):
+        sp.load(tmp_path / "all", target, exclude=exclude, strict=strict)
+    with pytest.raises(StructureError, match="exclude leaves no key of the target"):
+        checkpointer.restore(target, exclude=exclude, strict=strict)
+    assert sp.load(tmp_path / "all", target, exclude=["part", "items"], strict=strict).tensors == 1
+    assert sp.load(tmp_path / "all", {}, exclude="*").tensors == 0
+
+
+def test_a_rank_may_have_only_excluded_keys() -> None:
+    """A stage of a pipeline may have no other key."""
+    without = MatchReport("a", True, False)
+    excluded, other = (MatchReport("a", True, False, excludes_all=all_of) for all_of in (True, False))
+    agree("step", [excluded, other], list)
+    with pytest.raises(StructureError, match="exclude leaves no key"):
+        agree("step", [excluded, without], list)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wraps"),
+    [("module.", False), ("module.", True), ("model.module.", True), ("module.inner.", True)],
+)
+def test_the_keys_of_a_wrapper_are_an_error_with_the_rename(tmp_path: Path, stored: str, wraps: bool) -> None:
+    weights = torch.nn.Linear(2, 2).state_dict()
+    torch.save({f"{stored}{key}": item for key, item in weights.items()}, tmp_path / "ddp.pt")
+    model = torch.nn.Linear(2, 2)
+    inside = torch.nn.ModuleDict({"inner": model}) if "inner" in stored else model
+    target = {"model": inside} if wraps else inside
+    with pytest.raises(
+        KeyMismatchError, match="prefix of a wrapper such as DistributedDataParallel"
+    ) as caught:
+        sp.load(tmp_path / "ddp.pt", target)
+    rename = ast.literal_eval(caught.value.message.partition("rename=")[2].partition(" loads them")[0])
+    sp.load(tmp_path / "ddp.pt", target, rename=rename)
+    assert torch.equal(model.weight, weights["weight"]) and torch.equal(model.bias, weights["bias"])
+
+
+def test_other_keys_are_an_error_without_a_rename(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for keys in (("module.weight", "module.bia"), ("other.weight", "other.bias")):
+        torch.save(dict.fromkeys(keys, torch.ones(2)), tmp_path / "other.pt")
+        with pytest.raises(KeyMismatchError) as caught:
+            sp.load(tmp_path / "other.pt", model)
+        assert "rename" not in caught.value.message
+    shown = MatchReport("a", True, False, missing=("w",), wrapped={"": "module"})
+    for others, is_shown in (([], True), ([MatchReport("a", True, False, missing=("v",))], False)):
+        with pytest.raises(KeyMismatchError) as caught:
+            agree("step", [shown, *others], list)
+        assert ("rename={'': 'module'}" in caught.value.message) is is_shown
+
+
+def test_an_empty_stored_key_is_an_error_that_names_the_target(tmp_path: Path) -> None:
+    model, saved = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    torch.save(saved.state_dict(), tmp_path / "sd.pt")
+    with pytest.raises(
+        StructureError, match=r"stored key of \['model'\] is empty.* as in sp.load\(path, model\)"
+    ):
+        sp.load(tmp_path / "sd.pt", {"model": model}, rename={"model": ""})
+    sp.load(tmp_path / "sd.pt", model)
+    assert torch.equal(model.weight, saved.weight)

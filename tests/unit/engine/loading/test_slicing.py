@@ -140,8 +140,39 @@ def test_keys_and_plain_values(checkpoint: Checkpoint) -> None:
         checkpoint["note.a"] == (1, 2) and checkpoint.step == 5 and checkpoint.metadata == {"who": ("me", 1)}
     )
     for get in (checkpoint.__getitem__, checkpoint.shape, checkpoint.dtype):
-        with pytest.raises(KeyError, match="has no 'plan'"):
+        with pytest.raises(KeyError, match="has no 'plan'; near it: plane"):
             get("plan")
+        with pytest.raises(KeyError, match="has no 'xyz';.*keys"):
+            get("xyz")
+    for get in (checkpoint.shape, checkpoint.dtype):
+        with pytest.raises(
+            KeyError, match=r"'note.a' is a plain value and no tensor: checkpoint\[key\] has it"
+        ):
+            get("note.a")
+
+
+@pytest.mark.parametrize("key", NUMPY_HAS)
+def test_numpy_takes_a_stored_tensor(checkpoint: Checkpoint, key: str) -> None:
+    expected = TENSORS[key].numpy()
+    array = np.asarray(checkpoint[key])
+    assert (array.dtype, array.shape) == (expected.dtype, expected.shape) and np.array_equal(array, expected)
+    assert np.asarray(checkpoint[key], np.complex128).dtype == np.complex128
+    assert np.array_equal(np.add(checkpoint[key], 1), expected + 1)
+    with pytest.raises(ValueError, match="copy=False"):
+        checkpoint[key].__array__(copy=False)
+
+
+@pytest.mark.parametrize("key", sorted(TENSORS))
+def test_torch_takes_a_stored_tensor(checkpoint: Checkpoint, key: str) -> None:
+    for take in (torch.as_tensor, torch.tensor, torch.asarray, torch.from_dlpack):
+        taken = take(checkpoint[key])
+        assert taken.dtype == TENSORS[key].dtype and torch.equal(taken, TENSORS[key])
+
+
+def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(TypeError, match=r"numpy has no torch.bfloat16, the dtype of half: .read\(\) returns"):
+        np.asarray(checkpoint["half"])
+    assert np.array_equal(checkpoint["half"].read().float().numpy(), TENSORS["half"].float().numpy())
 
 
 class _Counting(FaultyStorage):

@@ -24,7 +24,7 @@ from shardproof.checkpointer import delete_steps
 from shardproof.commands.cli.group import run as run_cli
 from shardproof.engine.saving import CheckReplicas, Saver
 from shardproof.engine.storage.paths import storage_error
-from shardproof.errors import StorageError
+from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
 from shardproof.storage import LocalStorage
 from tests.describing import watch_described
 from tests.faulty_storage import FaultyStorage
@@ -95,6 +95,25 @@ def test_restore_returns_the_step_with_its_report_and_the_steps_passed_over(tmp_
     newest = checkpointer.restore(state(0))
     assert newest is not None and newest.passed_over == ()
     assert [item.step for item in found.passed_over] == [2], "an earlier result does not change"
+
+
+def test_the_reason_of_a_step_that_was_passed_over_says_nothing_of_the_target(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older step has filled the target."""
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, state(step)).result()
+    damage(tmp_path, 2)
+    found = checkpointer.restore(state(0))
+    assert found is not None and "digest" in found.passed_over[0].reason
+    assert "overwritten" not in found.passed_over[0].reason + caplog.text and "is passed over" in caplog.text
+    with pytest.raises(CorruptChunkError, match="partly overwritten from .*: load again, or another, before"):
+        checkpointer.restore(state(0), step=2)
+    damage(tmp_path, 1)
+    with pytest.raises(NotCommittedError, match="partly overwritten from .*: restore again") as caught:
+        checkpointer.restore(state(0))
+    assert caught.value.message.count("overwritten") == 1
 
 
 def test_a_removed_step_whose_files_stay_for_another_is_not_passed_over(tmp_path: Path) -> None:

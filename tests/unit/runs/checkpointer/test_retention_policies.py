@@ -107,6 +107,19 @@ def test_steps_without_the_metric_go_once_a_step_has_it(
     assert "but no value" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(math.nan, "'loss' is nan"), ("0.5", "'loss' is the text '0.5'"), (None, "'loss' is None")],
+)
+def test_a_metric_that_is_no_number_is_shown(
+    value: Any, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepBest("loss"))
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        checkpointer.save(1, state(1), metadata={"epoch": 1, "loss": value}).result()
+    assert f"no finite number 'loss', which KeepBest needs, but 'epoch', and {text}. KeepBest" in caplog.text
+
+
 def test_a_metric_of_the_second_tier_is_checked_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     checkpointer = sp.Checkpointer(near, second_tier=sp.SecondTier(far, keep=sp.KeepBest("typo")))

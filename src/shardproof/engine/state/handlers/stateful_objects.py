@@ -5,12 +5,13 @@ A part is optional in a checkpoint. The other objects are schedulers, data loade
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardproof.engine.state.binder import MISSING, Binder
 from shardproof.engine.state.collector import Collector
+from shardproof.engine.state.handlers.nested_states import NestedState, UndeterminedError
 from shardproof.engine.state.plain_decode import decode, references
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
@@ -133,10 +134,37 @@ class Stateful:
 
     def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Decodes the stored state and sets it after all tensors are read."""
+        if self._bind_nested(place, value, binder):
+            return
         data = binder.object(place.key)
         if data is not MISSING:
             rebuilt = binder.rebuild(place.key, data, lambda: self.read(value))
             binder.on_finish(lambda: self._restore(place, value, rebuilt()))
+
+    def _bind_nested(self, place: Place, value: Any, binder: Binder) -> bool:
+        """Binds a state that is stored under keys below that of the object. False if it is not."""
+        key, catalogue = place.key, binder.catalogue
+        if key in catalogue.objects or key in catalogue.tensors:
+            return False
+        below = binder.selected_below(key)
+        if not below or below[0].startswith(f"{key}.@"):
+            return False
+        present = self.read(value)
+        if not isinstance(present, Mapping):
+            return False
+        try:
+            rebuilt = NestedState(key, present, binder).bind()
+        except UndeterminedError as error:
+            advice = (
+                f"neither the checkpoint nor the present state of the object tells how {error} is nested. "
+                "Load a nested dict with these keys in the place of the object, and give it to "
+                "load_state_dict. Or exclude the key"
+            )
+            if not binder.note_below(key, "the state of the object", below, advice):
+                binder.binding.missing.append(key)
+        else:
+            binder.on_finish(lambda: self._restore(place, value, rebuilt()))
+        return True
 
     def _restore(self, place: Place, value: Any, state: Any) -> None:
         try:
