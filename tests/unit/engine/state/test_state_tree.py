@@ -342,7 +342,7 @@ def test_invalid_shards_are_refused_with_the_reason() -> None:
         collect({"x": FlatShard(torch.ones(3), (2,), 0, 3)})
 
 
-def test_an_empty_target_for_keys_of_the_checkpoint_is_a_mismatch() -> None:
+def test_an_empty_target_for_keys_of_the_checkpoint_is_a_mismatch(caplog: pytest.LogCaptureFixture) -> None:
     tree = {"hist": {"loss": [0.5], "w": torch.ones(2)}, "l": [torch.ones(1)], "best": torch.ones(2)}
     tree["rng"] = PerRank(3)
     checkpoint = saved(tree)
@@ -364,6 +364,10 @@ def test_an_empty_target_for_keys_of_the_checkpoint_is_a_mismatch() -> None:
     }
     lenient = checkpoint.bind({"hist": {}, "l": []}, strict=False)
     assert (lenient.missing, lenient.mismatched) == (["hist", "l"], [])
+    assert [text.partition(" (")[0] for text in caplog.messages] == [
+        "hist is left as it is: expected an empty dict, found 2 keys below it",
+        "l is left as it is: expected an empty list, found a key below it",
+    ]
     excluded = checkpoint.bind({"hist": {}}, selected=lambda key: not key.startswith("hist."))
     assert (excluded.missing, excluded.mismatched) == (["hist"], [])
     saved({"hist": {}}).load({"hist": {}})
