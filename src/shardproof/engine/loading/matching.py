@@ -100,14 +100,14 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Entries of `rename` whose key this rank's target does not have."""
     found: int = 0
     """Number of keys of this rank's target that the checkpoint has."""
-    narrowed: tuple[str, ...] = ()
-    """Keys whose cast may change a number, each with both dtypes; see `_is_narrower`."""
     adapted: tuple[str, ...] = ()
     """Keys of the checkpoint that only load hooks of this rank's target get."""
     wrapped: dict[str, str] = {}
     """A rename that fits all missing keys to keys of the checkpoint with the prefix of a wrapper."""
     excludes_all: bool | None = None
     """True if `exclude` leaves no key of this rank's target; None without `exclude` or without keys."""
+    narrowed: tuple[str, ...] = ()
+    """Keys whose cast may change a number, each with both dtypes; see `_is_narrower`."""
 
 
 @dataclass(frozen=True, slots=True)
