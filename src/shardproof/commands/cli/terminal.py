@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -61,6 +60,8 @@ def show_failure(error: Exception, as_json: bool) -> None:
             f"this is a defect of shardproof: run with {TRACEBACK}=1 in the environment and report it."
         )
         if os.environ.get(TRACEBACK):
+            import traceback  # Python 3.14 loads dataclasses with it
+
             traceback.print_exception(error)
     if as_json:
         _show_json(kind, message, details)
