@@ -60,9 +60,7 @@ def show_failure(error: Exception, as_json: bool) -> None:
             f"this is a defect of shardproof: run with {TRACEBACK}=1 in the environment and report it."
         )
         if os.environ.get(TRACEBACK):
-            import traceback  # Python 3.14 loads dataclasses with it
-
-            traceback.print_exception(error)
+            sys.excepthook(type(error), error, error.__traceback__)  # `traceback` imports slow modules
     if as_json:
         _show_json(kind, message, details)
     else:
