@@ -2,7 +2,7 @@
 
 # The first Python on the path that runs, is new enough and can make a virtual environment; PYTHON=... overrides it.
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,\
 	$(shell $(name) -c '$(USABLE)' 2>/dev/null && echo $(name))))
 VENV := .venv
 BIN := $(VENV)/bin

@@ -83,7 +83,7 @@ class Outcome:
     """The error's ``__cause__``."""
     trace: str = ""
     exit_code: int | None = None
-    """0, or minus the number of the signal that killed the rank."""
+    """0, the code that the rank gave to `os._exit`, or minus the number of the signal that killed it."""
     seconds: float = 0.0
     """From the start of this rank to the end of the target."""
     reached: list[str] = field(default_factory=list)

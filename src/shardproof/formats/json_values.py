@@ -97,7 +97,8 @@ def parse_json(data: bytes, path: str) -> dict[str, Any]:
     try:
         found = json.loads(data, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: it is not valid JSON ({error})", file=path) from error
+        why = "nested too deep" if isinstance(error, RecursionError) else error
+        raise FormatError(f"{path}: it is not valid JSON ({why})", file=path) from error
     if not isinstance(found, dict):
         raise FormatError(f"{path}: it is a JSON {type(found).__name__}, not an object", file=path)
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -61,7 +60,7 @@ def show_failure(error: Exception, as_json: bool) -> None:
             f"this is a defect of shardproof: run with {TRACEBACK}=1 in the environment and report it."
         )
         if os.environ.get(TRACEBACK):
-            traceback.print_exception(error)
+            sys.excepthook(type(error), error, error.__traceback__)  # `traceback` imports slow modules
     if as_json:
         _show_json(kind, message, details)
     else:

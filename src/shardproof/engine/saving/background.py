@@ -1,12 +1,11 @@
 """A save in the background: its threads, its progress, and its handle. The process waits for it at exit.
 
 Note "The end of the interpreter": these threads are daemons, so a thread that hangs in a dead file system
-cannot keep the process alive. An `atexit` function waits for their work. It runs after the program's last
-line and before the interpreter shuts down. At that time executors accept no work, and from CPython 3.12 on
-no thread can be started. So these threads are started at the first save and need only a queue. The links of
-a rendezvous start before the caller continues (`StoreRendezvous.new_rendezvous`). At exit, `map_requests`
-and `ObjectSink` need no other threads and work in the calling thread. A child made by fork has none of these
-threads, and does not wait.
+cannot keep the process alive. An `atexit` function waits for their work before the interpreter shuts down, or
+a finalizer: CPython 3.11 skips `atexit` in processes that `multiprocessing` makes by fork or a fork server.
+Executors then accept no work, and from CPython 3.12 on no thread can be started. So these threads are started
+at the first save and need only a queue, the links of a rendezvous start before the caller continues, and
+`map_requests` and `ObjectSink` work in the calling thread. A child made by fork waits for no earlier save.
 
 Note "Frames": an error refers to the frames that it passed, and these to their variables. The future of a
 save keeps its error, with its causes. So none of them has a traceback there, and a caller raises a copy of
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import threading
 import time
@@ -148,15 +148,16 @@ class _Unfinished:
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._saves: dict[Future[Any], tuple[int, Progress, float, str]] = {}
-        self._registered = False
+        self._registered_in = 0  # the process: `multiprocessing` drops the functions in a child made by fork
 
     def add(self, future: Future[Any], progress: Progress, patience: float, what: str) -> None:
         """Adds a save. Called after its threads started, since `atexit` calls the last function first."""
         with self._lock:
             self._saves[future] = os.getpid(), progress, patience, what
-            if not self._registered:
-                self._registered = True
+            if self._registered_in != os.getpid():
+                self._registered_in = os.getpid()
                 atexit.register(self.wait)
+                multiprocessing.util.Finalize(None, self.wait, exitpriority=0)
         future.add_done_callback(self._remove)
 
     def _remove(self, future: Future[Any]) -> None:
@@ -164,10 +165,10 @@ class _Unfinished:
             self._saves.pop(future, None)
 
     def wait(self) -> None:
-        """Waits for each save that makes progress."""
+        """Waits for each save that makes progress. A second call waits for none of them."""
         with self._lock:
-            saves = list(self._saves.items())
-        for future, (process, progress, patience, what) in saves:
+            saves, self._saves = self._saves, {}
+        for future, (process, progress, patience, what) in saves.items():
             if process == os.getpid() and not wait_while_moving(future, progress, patience):
                 _log.error(
                     "%s: given up at exit, after %.0f s without progress. Run `shardproof ls` to see whether "

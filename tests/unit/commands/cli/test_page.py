@@ -542,7 +542,7 @@ def test_a_place_without_a_checkpoint_has_no_page(tmp_path: Path, capsys: Any) -
 def test_deeply_nested_values_have_a_page(tmp_path: Path) -> None:
     write(tmp_path, sample(1))
     stored, nested = describe(LocalStorage(tmp_path)), list[Any]()
-    for _ in range(900):
+    for _ in range(2_000):
         nested = [nested]
     manifest = msgspec.structs.replace(stored.manifest, objects={"deep": nested, "flat": 1})
     facts = checkpoint_facts(replace(stored, manifest=manifest))

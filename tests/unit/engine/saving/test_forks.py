@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardproof as sp
+from shardproof.maintenance import verify
+from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
 from tests.programs import run_program
 
 LIMIT = 120.0
@@ -80,3 +88,25 @@ def test_a_child_made_by_fork_ends(kind: str, tmp_path: Path) -> None:
     ended = run_program(_PARENT, str(tmp_path), kind, timeout=LIMIT)
     assert ended.stdout.strip() == "[0, 0, 0]", ended.stderr
     assert ended.returncode == 0, ended.stderr
+
+
+def _save_and_return(folder: str) -> None:
+    """Saves in the background. Each write waits until the process runs its functions for the exit."""
+    leaving = threading.Event()
+    multiprocessing.util.Finalize(None, leaving.set, exitpriority=10)
+    storage = FaultyStorage(
+        LocalStorage(folder), lambda: True, lambda *_: leaving.wait(LIMIT), only=("write_at",)
+    )
+    sp.Checkpointer(storage).save(1, {"weight": torch.ones(3)})
+    atexit.register(leaving.set)  # it runs before that of the save, which is older
+    assert not leaving.is_set()
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
+def test_a_process_of_multiprocessing_ends_after_its_save(start: str, tmp_path: Path) -> None:
+    sp.Checkpointer(tmp_path / "parent").save(1, {"weight": torch.ones(3)}).result(LIMIT)
+    process = multiprocessing.get_context(start).Process(target=_save_and_return, args=(str(tmp_path / "c"),))
+    process.start()
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    assert verify(LocalStorage(tmp_path / "c" / "step-00000001")).faults == []
