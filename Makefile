@@ -19,6 +19,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each file of these lists has a hash: pip refuses another. The last two have a build of torch each.
 HASHED := --no-deps --require-hashes
 LISTS := requirements-ci.txt requirements-cpu.txt requirements-cuda.txt
+# $(call with_torch,COMMAND): a command of pip, with the list of the build of torch that this machine can have.
+with_torch = $(1) -r requirements-cpu.txt || \
+	{ echo "the build of torch without CUDA could not be had (see above): taking the registry's build" >&2; \
+	$(1) -r requirements-cuda.txt; }
 
 # Tests start several ranks at a time, so each rank uses one thread.
 export OMP_NUM_THREADS ?= 1
@@ -38,9 +42,7 @@ $(STAMP): pyproject.toml $(LISTS)
 		{ echo "shardproof needs Python 3.11 or newer with its venv module on the path" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(HASHED) -r requirements-ci.txt
-	$(PIP) $(HASHED) -r requirements-cpu.txt || \
-		{ echo "the build of torch without CUDA could not be installed (see above): installing the registry's build" >&2; \
-		$(PIP) $(HASHED) -r requirements-cuda.txt; }
+	$(call with_torch,$(PIP) $(HASHED))
 	$(PIP) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check
 	touch $@
@@ -84,7 +86,7 @@ test-torch: $(OTHER_TORCH)/.installed  ## the tests with another torch: make tes
 	$(OTHER_TORCH)/bin/python -m pytest -n 3 --dist worksteal -p tests.newer_torch -m "not slow and not interop and not browser" $(ARGS)
 
 test-page: $(STAMP)  ## the page of `shardproof page` in a browser: Debian's chromium, or that of playwright
-	$(PIP) -c constraints.txt playwright
+	$(PIP) $(HASHED) -r requirements-page.txt
 	$(BIN)/python -m pytest -m browser tests/page $(ARGS)
 
 bench: $(STAMP)  ## compare with torch's own checkpoints, optimizers and sharding
@@ -122,11 +124,18 @@ check: $(STAMP) check-wheel  ## format, lint, types, layers, docs, and the built
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_docs.py tests/unit/test_site.py
 
+# The wheel names what it needs, and pip finds it only among files with the hashes of the lists.
+check-wheel: WHEEL_PIP := build/wheel/venv/bin/python -m pip --disable-pip-version-check
 check-wheel: $(STAMP)  ## the example of the README from a built wheel, in an environment with nothing else
 	rm -rf build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps -w build/wheel .
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel .
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt torch build/wheel/*.whl
+	$(WHEEL_PIP) download --quiet $(HASHED) -d build/wheel/packages -r requirements-ci.txt
+	$(call with_torch,$(WHEEL_PIP) download --quiet $(HASHED) -d build/wheel/packages)
+	PIP_CONFIG_FILE=/dev/null $(WHEEL_PIP) install --isolated --quiet --no-index --find-links build/wheel/packages \
+		build/wheel/*.whl
+	rm -r build/wheel/packages
+	$(WHEEL_PIP) check
 	sed -n '/^```python/,/^```/p' README.md | grep -v '^```' > build/wheel/example.py
 	cd build/wheel && venv/bin/python example.py && venv/bin/shardproof verify runs/example
 	cd build/wheel && venv/bin/shardproof page runs/example -o page.html

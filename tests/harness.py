@@ -143,6 +143,14 @@ class Job:
             if self.pipes[rank].closed:
                 raise AssertionError(f"rank {rank} ended before {point}:\n{self.outcomes[rank].trace}")
 
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Wait until something happened. An error of a rank ends the wait."""
+        while not happened():
+            self.pump(0.01)
+            for outcome in self.outcomes:
+                if outcome.error is not None:
+                    raise AssertionError(f"rank {outcome.rank}:\n{outcome.trace}") from outcome.error
+
     def go(self, rank: int) -> None:
         """Let a held rank continue."""
         del self.held[rank]
@@ -323,8 +331,8 @@ class _Connected:
 
 
 _groups: list[Any] = []
-"""The process groups of this process, which end with it. A DistributedDataParallel that outlives
-`destroy_process_group` frees the group itself, under the interpreter's lock; gloo's threads wait for
+"""The process groups of this process, which end with it. `destroy_process_group` (torch 2.6), or a
+DistributedDataParallel that outlives it, frees a group under the interpreter's lock; gloo's threads wait for
 that lock, and the free waits for the threads (torch 2.13: 6 of 53 runs waited for ever)."""
 
 
@@ -334,10 +342,10 @@ def process_group() -> Iterator[None]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    _groups.append(dist.group.WORLD)
     try:
         yield
     finally:
+        _groups.extend(dist.distributed_c10d._world.pg_map)  # those of meshes, too
         dist.destroy_process_group()
 
 

@@ -21,6 +21,7 @@ _TESTS = str(Path(__file__).resolve().parent)
 _SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 _MISSING = re.compile(
     r"(save|load|async_save|distribute_tensor|fully_shard)\(\) got an unexpected keyword argument"
+    r"|SavePlanner\.__init__\(\) got an unexpected keyword argument"
     r"|module 'torch[\w.]*' has no attribute"
     r"|No module named 'torch\."
     r"|cannot import name '\w+' from 'torch"

@@ -1,12 +1,13 @@
-"""Writes the lists that `make venv` installs, with hashes: `requirements-ci.txt`, `-cpu.txt` and `-cuda.txt`.
+"""Writes the lists of packages with hashes: `requirements-ci.txt`, `-cpu.txt`, `-cuda.txt` and `-page.txt`.
 
     .venv/bin/python -m tools.ci_requirements --index URL --cpu-index URL
 
 The first URL is the simple index of the registry, the second one that lists the builds of torch without CUDA.
 pip must find such a build on this machine, and chooses all packages within `constraints.txt`. The first list
-has all but torch. The second has the build of torch without CUDA. The third has the registry's build, and the
-libraries of CUDA that it needs. A pin has the hash of every file for Linux that its index lists. Without
-``--cpu-index``, the build without CUDA has that of the file which this machine installs.
+has what `make venv` installs, but torch. The second has the build of torch without CUDA. The third has the
+registry's build, and the libraries of CUDA that it needs. The last has what `make test-page` adds.
+A pin has the hash of every file for Linux that its index lists. Without ``--cpu-index``, the build without
+CUDA has that of the file which this machine installs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from packaging.utils import (
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN, CPU, CUDA = (ROOT / f"requirements-{name}.txt" for name in ("ci", "cpu", "cuda"))
+MAIN, CPU, CUDA, PAGE = (ROOT / f"requirements-{name}.txt" for name in ("ci", "cpu", "cuda", "page"))
 SECONDS = 600
 
 
@@ -150,7 +151,7 @@ def text_of(pins: Mapping[str, Iterable[str]]) -> str:
 
 
 def main() -> None:
-    """Writes the three files.
+    """Writes the four files.
 
     Raises:
         SystemExit: pip finds no build of torch without CUDA, or the index for it lists no file of this build.
@@ -164,6 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     index = arguments.index
     here, there = chosen("torch", "hatchling", f"{ROOT}[dev]"), chosen("torch", index=index)
+    page = [package for name, package in chosen("playwright").items() if name not in here]
     torch = here.pop("torch")
     if torch.version.local != "cpu":
         sys.exit(
@@ -173,7 +175,7 @@ def main() -> None:
     if not builds:
         sys.exit(f"{arguments.cpu_index} lists no hash of a file of {torch.pin}")
     cuda = [package for name, package in there.items() if name not in here]
-    for path, packages in ((MAIN, here.values()), (CUDA, cuda)):
+    for path, packages in ((MAIN, here.values()), (CUDA, cuda), (PAGE, page)):
         pins = {package.pin: {*hashes(index, package), package.sha256} for package in packages}
         path.write_text(text_of(pins))
         print(f"wrote {path}: {len(pins)} packages")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tests.distributed.fully_sharded import mesh_of
 from tests.harness import process_group, rank, run_ranks
+from tests.newer_torch import OLDER
 
 WIDTH, HEADS, WORDS, LENGTH = 16, 2, 19, 6
 BACKEND = "aot_eager"
@@ -150,12 +151,24 @@ def gathers_of_a_wait() -> Iterator[None]:
         yield
 
 
+def silu_compiles_to_the_same_bits() -> bool:
+    def gradient(silu: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = torch.linspace(-4, 4, 1_000, requires_grad=True)
+        silu(x).sum().backward()
+        return x.grad
+
+    compiled = torch.compile(lambda x: functional.silu(x), backend=BACKEND)
+    return torch.equal(gradient(functional.silu), gradient(compiled))
+
+
 @pytest.mark.parametrize("layer", [SmallLayer, pytest.param(Layer, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["flat", "distributed"])
 def test_a_compiled_model_trains_to_the_same_bits_without_graph_breaks(
     kind: str, layer: type[nn.Module]
 ) -> None:
     forms = ["layers", "model"] if kind == "flat" else ["layers", "model", "wrapper"]
+    if OLDER and layer is Layer and not silu_compiles_to_the_same_bits():
+        pytest.skip("an older torch compiles the formula of silu's gradient that has a second derivative")
     for outcome in run_ranks(2, compare, kind, forms, layer, timeout=200):
         assert outcome.value[0] == 0
         assert kind == "flat" or outcome.value == [0, 0, 0]  # each unit of a model begins a new graph

@@ -30,8 +30,7 @@ def train(run: Path, ranks: int, kill_at: int | None = None) -> dict[int, str]:
     """Runs the example, and kills all ranks at a step. Gives the loss of each step, as rank 0 prints it."""
 
     def kill(job: Job) -> None:
-        while kill_at not in losses_of(job.outcomes[0]):
-            job.pump(0.01)
+        job.until(lambda: kill_at in losses_of(job.outcomes[0]))
         for rank in range(ranks):
             job.kill(rank)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.distributed.fully_sharded import adamw, flat, loss_of, made, mesh_of, plain, train, words_of
 from tests.harness import process_group, rank, run_ranks
+from tests.newer_torch import OLDER
 
 
 def values(outcomes: list) -> list:
@@ -135,7 +136,8 @@ def broadcasts() -> None:
         same(model, reference)
         for name, parameter in model.named_parameters():
             slot = optimizer.state[parameter]["exp_avg"]
-            assert slot.to_local().shape == parameter.to_local().shape  # no communication in a step
+            if not OLDER:  # an older torch makes slots with rows of its own
+                assert slot.to_local().shape == parameter.to_local().shape  # no communication in a step
             assert torch.equal(slot.full_tensor(), whole["state"][name]["exp_avg"])
         with torch.device("meta"):
             unmaterialised = flat(made(blocks=1), mesh_of())

@@ -57,6 +57,15 @@ def test_a_rank_that_was_killed_at_a_point_has_its_exit_code() -> None:
     assert outcome.exit_code == -signal.SIGKILL and outcome.reached == ["first"]
 
 
+def _fail() -> None:
+    raise ValueError("mine")
+
+
+def test_an_error_of_a_rank_ends_the_wait_of_a_script() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)^rank 0:\n.*in _fail\n.*ValueError: mine"):
+        run_ranks(1, _fail, script=lambda job: job.until(lambda: False))
+
+
 def test_a_program_has_its_own_folder_for_temporary_files(tmp_path: Path) -> None:
     text = "import tempfile; print(tempfile.gettempdir())"
     done = run_program(text, environment=os.environ | {"TMPDIR": str(tmp_path)})

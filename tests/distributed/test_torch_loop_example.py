@@ -31,8 +31,7 @@ def train_until_killed(ranks: int, run: Path, steps: int) -> None:
     """Ends all ranks with SIGKILL once a checkpoint of the run is committed, most often during a save."""
 
     def kill(job: Job) -> None:
-        while len(list(run.glob("step-*/manifest.json"))) < 2:
-            job.pump(0.01)
+        job.until(lambda: len(list(run.glob("step-*/manifest.json"))) >= 2)
         for rank in range(ranks):
             job.kill(rank)
 

@@ -45,7 +45,7 @@ def _module() -> ModuleType:
     names: dict[str, Any] = {
         "Stream": torch.Stream,
         "Event": torch.Event,
-        "device": device,
+        "device": lambda which: torch.accelerator.device_index(_index(which)),
         "is_available": lambda: True,
         "is_initialized": torch.ops.simulated.is_used,
         "device_count": torch.ops.simulated.device_count,
@@ -63,13 +63,6 @@ def _module() -> ModuleType:
     for name, value in names.items():
         setattr(module, name, value)
     return module
-
-
-class device(torch.accelerator.device_index):  # noqa: N801
-    """Makes a device the current one for a while."""
-
-    def __init__(self, which: Any) -> None:
-        super().__init__(_index(which))
 
 
 def manual_seed_all(seed: int) -> None:

@@ -1,8 +1,9 @@
-"""The lists of `make venv`: which hashes they have, and when they are not written."""
+"""The lists with hashes: which hashes they have, and when they are not written."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,16 +62,18 @@ def served() -> Iterator[str]:
 @pytest.fixture
 def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of the root of the repository."""
-    for name in ("MAIN", "CPU", "CUDA"):
+    for name in ("MAIN", "CPU", "CUDA", "PAGE"):
         monkeypatch.setattr(ci_requirements, name, tmp_path / name)
     return tmp_path
 
 
 def write_lists(monkeypatch: pytest.MonkeyPatch, torch: str, *arguments: str) -> None:
-    """Runs the tool, with a stand-in for pip that finds this version of torch, and six."""
+    """Runs the tool, with a stand-in for pip that finds this version of torch, six, and playwright."""
 
-    def found(*_wanted: str, index: str | None = None) -> dict[str, Chosen]:
-        versions = {"torch": "2.0"} if index else {"torch": torch, "six": "1.0"}
+    def found(*wanted: str, index: str | None = None) -> dict[str, Chosen]:
+        versions = {"torch": "2.0", "nccl": "3.0"} if index else {"torch": torch, "six": "1.0"}
+        if wanted == ("playwright",):
+            versions = {"playwright": "4.0", "six": "1.0"}
         return {name: Chosen(name, Version(version), "0f") for name, version in versions.items()}
 
     monkeypatch.setattr(ci_requirements, "chosen", found)
@@ -91,6 +94,13 @@ def test_the_build_without_cuda_has_every_hash_for_linux(
         ]
         write_lists(monkeypatch, "2.0+cpu", "--index", f"{url}/json")
     assert (lists / "CPU").read_text().splitlines()[1:] == ["torch==2.0+cpu \\", "    --hash=sha256:0f"]
+
+
+def test_each_package_is_in_one_list(lists: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as url:
+        write_lists(monkeypatch, "2.0+cpu", "--index", f"{url}/json")
+    found = {path.name: re.findall(r"^(\w+)==", path.read_text(), re.M) for path in lists.iterdir()}
+    assert found == {"MAIN": ["six"], "CPU": ["torch"], "CUDA": ["nccl", "torch"], "PAGE": ["playwright"]}
 
 
 def test_without_a_build_without_cuda_nothing_is_written(

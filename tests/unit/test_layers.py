@@ -410,9 +410,11 @@ def test_pins_cover_all_declared_dependencies() -> None:
     assert {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in entries} <= pins
 
 
-def test_every_package_of_make_venv_has_the_pinned_version_and_hashes() -> None:
+def test_every_package_of_a_list_has_the_pinned_version_and_hashes() -> None:
     lists = {}
-    for name in ("requirements-ci.txt", "requirements-cpu.txt", "requirements-cuda.txt"):
+    names = [f"requirements-{kind}.txt" for kind in ("ci", "cpu", "cuda", "page")]
+    assert sorted(path.name for path in ROOT.glob("requirements*.txt")) == names
+    for name in names:
         entries = re.findall(
             r"^(\S+)==(\S+) ((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)+)$", (ROOT / name).read_text(), re.M
         )
@@ -422,8 +424,11 @@ def test_every_package_of_make_venv_has_the_pinned_version_and_hashes() -> None:
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     )
-    main = lists["requirements-ci.txt"]
-    assert {package: version for package, version in main.items() if pins.get(package) != version} == {}
+    main, page = lists["requirements-ci.txt"], lists["requirements-page.txt"]
+    assert {
+        package: version for package, version in (main | page).items() if pins.get(package) != version
+    } == {}
+    assert "playwright" in page and not page.keys() & main.keys()
     assert "hatchling" in main
     assert lists["requirements-cpu.txt"] == {"torch": f"{pins['torch']}+cpu"}
     assert lists["requirements-cuda.txt"]["torch"] == pins["torch"]

@@ -118,9 +118,10 @@ def save(
             checkpoint_id=checkpoint_id,
             planner=planner,
             process_group=process_group,
+            no_dist=no_dist,
             use_collectives=use_collectives,
         )
-        return state_dict_saver.save(state_dict, storage_writer=storage_writer, no_dist=no_dist, **given)
+        return state_dict_saver.save(state_dict, storage_writer=storage_writer, **given)
     storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
@@ -178,11 +179,10 @@ def async_save(
             process_group=process_group,
             async_checkpointer_type=async_checkpointer_type,
             async_stager=async_stager,
+            no_dist=no_dist,
             use_collectives=use_collectives,
         )
-        return state_dict_saver.async_save(
-            state_dict, storage_writer=storage_writer, no_dist=no_dist, **given
-        )
+        return state_dict_saver.async_save(state_dict, storage_writer=storage_writer, **given)
     check_executor(async_checkpointer_type)
     responds = stages_in_background(async_stager)
     storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
@@ -235,14 +235,10 @@ def load(
         ShardproofError: see `shardproof.load`. Every rank gets an error if one rank fails.
     """
     if isinstance(storage_reader, OTHER_FILES):
-        state_dict_loader.load(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_reader=storage_reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
+        given = given_arguments(
+            checkpoint_id=checkpoint_id, planner=planner, process_group=process_group, no_dist=no_dist
         )
+        state_dict_loader.load(state_dict, storage_reader=storage_reader, **given)
         return
     path = path_of("load", checkpoint_id, storage_reader, ShardproofReader)
     rendezvous = _rendezvous_of(process_group, no_dist)

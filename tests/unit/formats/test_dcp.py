@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
-from torch.distributed.checkpoint._extension import ZStandard
 
 import shardproof as sp
 from shardproof.engine.loading import ForeignCheckpoint
@@ -68,7 +67,7 @@ def test_metadata_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     state = {"weight": torch.arange(12.0).reshape(4, 3), "bias": torch.arange(3), "step": 7}
-    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
 
@@ -144,10 +143,12 @@ def test_file_names_that_lead_out_are_refused(saved: Path, name: str) -> None:
 @pytest.fixture
 def compressed(tmp_path: Path) -> Path:
     """A checkpoint with zstd entries: dense, strided and empty tensors, and an object."""
+    from torch.distributed.checkpoint._extension import ZStandard
+
     state = {"weight": torch.arange(12.0).reshape(4, 3), "zeros": torch.zeros(500, 600), "step": 7}
     state |= {"turned": torch.arange(12).reshape(4, 3).t(), "empty": torch.zeros(0, 2)}
     writer = dcp.FileSystemWriter(tmp_path / "ckpt", _extensions=[ZStandard()])
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp.save(state, storage_writer=writer)
     return tmp_path / "ckpt"
 
 
@@ -237,7 +238,7 @@ def test_an_object_of_an_unknown_class_fails_alone_and_is_named(
     monkeypatch.setattr(gone, "Custom", kind, raising=False)
     monkeypatch.setitem(sys.modules, "gone", gone)
     state = {"weight": torch.ones(3), "custom": kind(), "step": 7, "known": Custom()}
-    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt")
     monkeypatch.delitem(sys.modules, "gone")
     target: dict[str, Any] = {"weight": torch.zeros(3), "step": 0}
     sp.load(tmp_path / "ckpt", target, exclude=["custom", "known"])
@@ -358,7 +359,7 @@ def test_halves_are_joined_only_if_both_fit(tmp_path: Path) -> None:
             f"optim.{layer(0, end)}.master_param": rows,  # Megatron-Core stores it whole, twice
             f"optim.{layer(0, end)}.step": torch.tensor(3.0),
         }
-    dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
     with sp.open(tmp_path / "checkpoint") as checkpoint:
         read = {key: checkpoint[key].read() for key in checkpoint}
         assert sum("SwiGLU" in note for note in checkpoint.reader.notes) == 1

@@ -36,9 +36,9 @@ DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
-    torch.float8_e8m0fnu,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
+    *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []),  # not in torch 2.6
 ]
 
 

@@ -36,14 +36,11 @@ _STAGERS = _classes(staging, "BlockingAsyncStager", "DefaultStager")
 def given_arguments(**arguments: Any) -> dict[str, Any]:
     """The arguments that differ from torch's defaults. Older versions of torch lack some of the parameters.
 
-    >>> given_arguments(planner=None, async_stager=None, use_collectives=True)
+    >>> given_arguments(planner=None, async_stager=None, use_collectives=True, no_dist=False)
     {}
     """
-    return {
-        name: value
-        for name, value in arguments.items()
-        if value is not (True if name == "use_collectives" else None)
-    }
+    defaults = {"use_collectives": True, "no_dist": False}
+    return {name: value for name, value in arguments.items() if value is not defaults.get(name)}
 
 
 def storage_by_position(name: str) -> Callable[[Callable[..., R]], Callable[..., R]]:

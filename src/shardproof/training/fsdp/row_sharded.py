@@ -110,7 +110,8 @@ class RowSharded(DTensor):
     def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> RowSharded:
-        _, meta, _, requires_grad = flatten_spec
+        spec, *others, requires_grad = flatten_spec
+        meta = others[0] if others else spec.tensor_meta  # torch 2.6
         made = row_sharded(meta.layout, inner_tensors["_local_tensor"])
         made.requires_grad_(requires_grad)
         return made

@@ -26,9 +26,7 @@ from torch.distributed.checkpoint.format_utils import (
     dcp_to_torch_save,
 )
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import shardproof as sp
 from shardproof.engine.format import read_manifest
@@ -37,6 +35,7 @@ from shardproof.frameworks import dcp
 from shardproof.frameworks.torch.flat_state import FlatTree
 from shardproof.maintenance import repair, verify
 from shardproof.storage import LocalStorage
+from tests.newer_torch import OLDER
 from tests.unit.formats.peers import Golden
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -48,16 +47,17 @@ def test_parameters_are_those_of_torch(name: str) -> None:
         {key: (entry.kind, entry.default) for key, entry in inspect.signature(call).parameters.items()}
         for call in (getattr(dcp, name), getattr(torch_dcp, name))
     )
-    assert ours == torchs
+    # An older torch has fewer parameters.
+    assert {key: ours.get(key) for key in (torchs if OLDER else ours)} == torchs
 
 
 def test_other_names_are_those_of_torch() -> None:
     assert dcp.FileSystemReader is torch_dcp.FileSystemReader
-    assert dcp.HuggingFaceStorageWriter is torch_dcp.HuggingFaceStorageWriter
     with pytest.raises(AttributeError, match="nothing"):
         _ = dcp.nothing
     with pytest.raises(AttributeError, match=r"use dcp\.save"):
         _ = dcp.save_state_dict
+    assert torch_dcp.HuggingFaceStorageWriter is dcp.HuggingFaceStorageWriter
 
 
 VALUES = st.sampled_from([torch.ones(2), 1, None, "text", (torch.ones(1), 2), np.ones(3), b"bytes"])
@@ -140,9 +140,8 @@ def test_state_goes_from_each_writer_to_each_reader(tmp_path: Path) -> None:
 
 def test_the_error_of_torch_names_shardproof_and_two_functions_that_load(tmp_path: Path) -> None:
     dcp.save({"step": 1}, checkpoint_id=tmp_path)
-    with pytest.raises(
-        BaseException, match="global metadata read failed: 'This is a checkpoint of shardproof, which"
-    ):
+    prefix = "" if OLDER else "global metadata read failed: "
+    with pytest.raises(BaseException, match=f"{prefix}'This is a checkpoint of shardproof, which"):
         torch_dcp.load({"step": 0}, checkpoint_id=tmp_path)
     with pytest.raises(
         KeyError, match=r"shardproof\.frameworks\.dcp\.load, or pass storage_reader=shardproof\."
@@ -416,6 +415,8 @@ def test_hints_without_an_effect_give_warnings(tmp_path: Path) -> None:
         UserWarning, match="dedup_save_to_lowest_rank=True of DefaultSavePlanner has no effect"
     ):
         dcp.save({"n": 1}, checkpoint_id=tmp_path, planner=planner)
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
     kind = AsyncCheckpointerType.PROCESS
     with pytest.warns(UserWarning, match="async_checkpointer_type=PROCESS has no effect"):
         dcp.async_save({"n": 1}, checkpoint_id=tmp_path, async_checkpointer_type=kind).result()
@@ -462,7 +463,14 @@ def test_errors_of_refused_calls_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(PlainDataError, match="value: a value of builtins.object"):
         dcp.save({"value": object()}, checkpoint_id=tmp_path)
     assert not list(tmp_path.rglob("manifest.json"))
-    dcp.save(state, checkpoint_id=tmp_path, planner=torch_dcp.DefaultSavePlanner(enable_plan_caching=True))
+
+
+def test_a_planner_of_torch_may_cache_plans(tmp_path: Path) -> None:
+    planner = torch_dcp.DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=planner)
+    assert list(sp.open(tmp_path)) == ["w"]
+    with pytest.raises(BaseException, match="enable_plan_caching"):
+        save_twice({"w": torch.ones(2)}, tmp_path / "refused", planner)
 
 
 def save_twice(state: dict[str, Any], path: Path, planner: Any) -> None:
@@ -482,12 +490,8 @@ def test_planners_run_under_torch_with_the_storage_writer(tmp_path: Path) -> Non
         def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
             return super().transform_object(write_item, object)
 
-    for state, planner, words in (
-        ({"n": 1}, Halving(), "stores no pickles"),
-        ({"w": torch.ones(2)}, torch_dcp.DefaultSavePlanner(enable_plan_caching=True), "enable_plan_caching"),
-    ):
-        with pytest.raises(BaseException, match=words):
-            save_twice(state, tmp_path / "refused", planner)
+    with pytest.raises(BaseException, match="stores no pickles"):
+        save_twice({"n": 1}, tmp_path / "refused", Halving())
     with pytest.raises(StructureError, match="use_collectives=False"):
         torch_dcp.save(
             {"w": torch.ones(2)}, storage_writer=dcp.ShardproofWriter(tmp_path / "x"), use_collectives=False
@@ -532,6 +536,9 @@ def test_the_manifest_is_repaired_from_the_files_of_the_storage_writer(tmp_path:
 
 
 def test_async_save_returns_what_torch_returns(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
     weight = torch.ones(4)
     future = dcp.async_save({"w": weight}, checkpoint_id=tmp_path / "a")
     weight.zero_()
@@ -561,7 +568,7 @@ def test_a_checkpoint_is_replaced_and_marked(tmp_path: Path) -> None:
 
 
 def test_model_files_of_hugging_face_are_left_to_torch(tmp_path: Path) -> None:
-    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), enable_consolidation=False)
+    writer = torch_dcp.HuggingFaceStorageWriter(path=str(tmp_path), enable_consolidation=False)
     dcp.save({"w": torch.ones(2)}, storage_writer=writer)
     assert not list(tmp_path.rglob("manifest.json"))
     state = {"w": torch.zeros(2)}
