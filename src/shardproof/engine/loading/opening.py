@@ -33,7 +33,7 @@ from shardproof.engine.foreign import (
     open_reader,
     parts_of,
 )
-from shardproof.engine.format import MANIFEST_NAME, STEP_FOLDER, TensorRecord
+from shardproof.engine.format import TensorRecord, newest_step
 from shardproof.engine.geometry import row_pointers
 from shardproof.engine.loading.box_reads import BoxReads
 from shardproof.engine.loading.checkpoint import OPENED_FIRST, Checkpoint, NativeCheckpoint, Reads, open_once
@@ -281,11 +281,7 @@ def open_storage(
 
 
 def _newest_step(run: Storage) -> str | None:
-    """The folder of the committed step with the highest number; None if the folder is not that of a run."""
     try:
-        matches = [match for name in run.folders() if (match := STEP_FOLDER.fullmatch(name)) is not None]
-        steps = sorted((int(match[2]), match[0]) for match in matches if match[1] == "step")
-        newest_first = [name for _, name in reversed(steps)]
-        return next((name for name in newest_first if run.within(name).size(MANIFEST_NAME) is not None), None)
+        return newest_step(run)
     except StorageError:
         return None  # the error that there is no checkpoint stands

@@ -422,3 +422,15 @@ def test_checkpoints_in_folders_of_other_names_are_named_with_the_line_that_load
     assert sp.Checkpointer(run).restore(state) is None
     exec(note["fix"], {"sp": sp, "state": state})
     assert state["w"].tolist() == [2.0] * 4, "the newest"
+
+
+def test_a_checkpoint_beside_the_steps_of_a_run_is_named_with_its_remedy(call: Any, run_folder: Path) -> None:
+    write(run_folder, Sample(STATE, attempt="b2"))
+    code, kinds = findings(call, run_folder)
+    (warning,) = kinds.pop("beside steps")
+    assert (code, kinds) == (1, {})
+    assert (warning["severity"], warning["where"]) == ("warning", ".")
+    assert call("verify", run_folder, 3)[0] == 2
+    assert os.system(warning["fix"]) == 0
+    assert call("verify", run_folder / "checkpoint")[0] == call("verify", run_folder, 3)[0] == 0
+    assert findings(call, run_folder) == (0, {})
