@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
     """List the checkpoints of RUN.
 
-    An uncommitted step is listed with the reason: the save died or is still in progress (a leftover, see
-    prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint of a step that
-    failed validation. The list shows the verdict of a settled suspect. "state" is the bytes of a step's
-    tensors, and "files" those of the files in its folder: less for an incremental step.
+    An uncommitted step is listed with the reason: a save may be in progress, the save died (a leftover, see
+    prune), or the checkpoint is damaged or lacks its manifest (see verify and repair). A suspect is the
+    checkpoint of a step that failed validation. The list shows the verdict of a settled suspect. "state" is
+    the bytes of a step's tensors, and "files" those of the files in its folder: less for an incremental step.
 
     The suggestion of --mtbf uses the times of the listed steps, and the time from the agreement of the ranks
     to the commit. Training that continues during a save is blocked for less time.

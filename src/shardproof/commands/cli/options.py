@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import click
@@ -245,12 +246,12 @@ def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tu
         return f"{run}/{name}", words[1:]
     from shardproof.engine.storage import storage_at
     from shardproof.errors import NotCommittedError
-    from shardproof.runs.checkpointer import Verdict, judge, read_node_mark
+    from shardproof.runs.checkpointer import Verdict, judge, read_node_mark, saves_since
 
     storage, passed = storage_at(path), list[str]()
-    mark = read_node_mark(storage)
+    mark, since = read_node_mark(storage), cache(partial(saves_since, storage))
     for name in reversed(steps):
-        if (found := judge(storage, name, mark=mark)) is None:
+        if (found := judge(storage, name, mark=mark, saves_since=since)) is None:
             continue
         if found.verdict is Verdict.UNREADABLE and found.error is not None:
             raise found.error

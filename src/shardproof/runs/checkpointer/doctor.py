@@ -136,7 +136,7 @@ def examine_run(storage: Storage, run: str, *, older_than: float, now: float) ->
         >>> found.steps, found.is_healthy
         ((1,), True)
     """
-    infos = scan_run(storage, depth="metadata")
+    infos = scan_run(storage, depth="metadata", older_than=older_than, now=now)
     committed = [info for info in infos if info.is_step]
     partial = [info for info in infos if info.status == Verdict.PARTIAL and info.step is not None]
     newest = (committed or partial)[-1:]
@@ -277,8 +277,10 @@ def _of_leftovers(
             text = f"{size}, last written {_ago(now, written)}: their save died"
             yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
     committed = {info.name for info in infos if info.whole}
+    repairable = {info.name for info in infos if info.status == Verdict.REPAIRABLE}  # `_of_steps` names them
     for leftover in plan.complete:
-        yield from _of_complete_save(storage, leftover, run, is_replaced=leftover.folder in committed)
+        if leftover.folder not in repairable:
+            yield from _of_complete_save(storage, leftover, run, is_replaced=leftover.folder in committed)
     yield from _of_uploads(plan, storage.location, run, now)
 
 
@@ -292,10 +294,8 @@ def _of_complete_save(
         fix = f"shardproof prune {run} --complete --yes"
         yield Finding("warning", "leftover", leftover.folder, text, fix)
     elif not leftover.committed:
-        refusal = repair_refusal(storage, leftover.folder)
-        text = f"{text}, and its manifest is missing{f'. {refusal}' if refusal else ''}"
-        fix = "" if refusal else f"shardproof repair {run}/{leftover.folder}"
-        yield Finding("warning", "no manifest", leftover.folder, text, fix)
+        text = f"{text}, and its manifest is missing. {repair_refusal(storage, leftover.folder)}"
+        yield Finding("warning", "no manifest", leftover.folder, text)
 
 
 def _ago(now: float, then: float) -> str:

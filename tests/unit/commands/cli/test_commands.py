@@ -409,7 +409,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
     assert committed.split()[:10] == [*cells, str(len(STATE)), "2"]
     assert size < files
     assert "committed" in committed
-    assert "leftover" in leftover
+    assert "writing" in leftover
     assert "no manifest" in leftover
     code, out, _ = call("ls", run_folder, "--json")
     report = json.loads(out)
