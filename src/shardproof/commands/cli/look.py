@@ -403,11 +403,15 @@ def stats_command(ckpt: str, keys: tuple[str, ...], as_json: bool, **options: An
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.commands.report import measure_tensors
     from shardproof.engine.foreign import foreign_of
+    from shardproof.errors import KeyMismatchError
 
     checkpoint, patterns = checkpoint_of(ckpt, keys, quiet=as_json)
     place = foreign_of(checkpoint)
-    with bytes_progress("stats", shown=not as_json) as on_progress:
-        found = measure_tensors(place, patterns, on_progress=on_progress, **options)
+    try:
+        with bytes_progress("stats", shown=not as_json) as on_progress:
+            found = measure_tensors(place, patterns, on_progress=on_progress, **options)
+    except KeyMismatchError as error:  # a KEY fits no tensor
+        raise click.UsageError(f"{error} (`shardproof inspect` lists the keys)") from error
     bad = any(measure.nan or measure.inf for _, measure in found)
     if as_json:
         print_json(

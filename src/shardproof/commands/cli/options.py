@@ -113,7 +113,8 @@ def destination_argument(name: str) -> Callable[[Function], Function]:
 
 
 def _destination(_context: click.Context, parameter: click.Parameter, path: str) -> str:
-    _is_url(parameter, path, is_stored=False)
+    if not _is_url(parameter, path, is_stored=False):
+        _check_home(parameter, path)
     return path
 
 
@@ -156,14 +157,20 @@ def existing_folder(_context: click.Context, parameter: click.Parameter, value: 
     return value
 
 
+def _check_home(parameter: click.Parameter, path: str) -> None:
+    """Refuses a path that a storage would refuse, because only a shell expands ``~``."""
+    if (fault := unexpanded_home(path, in_shell=True)) is not None:
+        raise BadPath(f"{_name_of(parameter)}: {path!r}: {fault}")
+
+
 def _check_folder(parameter: click.Parameter, path: str) -> None:
     if _is_url(parameter, path):
         return
+    _check_home(parameter, path)
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        fault = unexpanded_home(path) or "it does not exist"
-        raise BadPath(f"{_name_of(parameter)}: {_shown(path)}: {fault}") from error
+        raise BadPath(f"{_name_of(parameter)}: {_shown(path)}: it does not exist") from error
     except OSError:  # the storage reports it with its cause
         return
     if not stat.S_ISDIR(mode):

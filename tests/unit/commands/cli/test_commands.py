@@ -397,6 +397,40 @@ def write_one(run: Path) -> Path:
     return run
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["ls"], ["inspect"], ["verify"], ["stats"], ["doctor"], ["prune"], ["watch", "--once"]),
+        *(["repair"], ["page", "-o", "x.html"], ["convert", "--to", "hf", "DST"], ["diff", "B"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_home_that_the_shell_did_not_expand_is_bad_usage(call: Any, ckpt: Path, words: list[str]) -> None:
+    command, *options = [str(ckpt) if word == "B" else word for word in words]
+    for path in ("~", "~/x", str(ckpt.parent / "~" / "x")):
+        code, _, err = call(command, path, *options)
+        whole = path.replace("~", "$HOME") if path[0] == "~" else "the whole path"
+        assert code == 2 and f"the shell did not expand ~: write {whole}, or leave out" in err
+    if command in ("ls", "doctor"):
+        (ckpt.parent / "~").mkdir()
+        assert call(command, ckpt.parent / "~")[0] == 2, "a folder of that name"
+    if command == "convert":
+        assert call("convert", ckpt, "~/x", *options[:2])[0] == 2
+    if command == "doctor":
+        assert call("doctor", ckpt.parent, "--second-tier", "~/x")[0] == 2
+
+
+def test_a_key_that_does_not_exist_is_bad_usage(call: Any, ckpt: Path) -> None:
+    for words in (["nokey"], [next(iter(STATE)), "no*"]):
+        code, _, err = call("stats", ckpt, *words)
+        assert code == 2 and f"no tensor has a key like '{words[-1]}'" in err
+        assert call("stats", ckpt, *words, "--json")[0] == 2
+    for options in (["--include", "nokey"], ["--exclude", "nokey"], ["--rename", "nokey=x"]):
+        assert call("diff", ckpt, ckpt, *options)[0] == 2
+        assert call("convert", ckpt, ckpt.parent / "new", "--to", "safetensors", *options)[0] == 2
+    assert call("inspect", ckpt, "nokey")[0] == 2
+
+
 def test_ls(call: Any, ckpt: Path) -> None:
     run_folder = ckpt.parent
     write(run_folder / "step-00000008", Sample(STATE), commit=False)
