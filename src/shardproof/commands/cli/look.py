@@ -14,9 +14,9 @@ from shardproof.commands.cli.options import (
     format_option,
     json_option,
     path_or_run_argument,
+    positive_span,
     print_json,
     register_option,
-    span,
     trust_pickle_option,
     worker_options,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @folder_argument("run")
 @click.option(
     "--mtbf",
-    callback=span,
+    callback=positive_span,
     metavar="SPAN",
     help="Suggest a time between saves, for a job that fails once in this time on average, such as 12h.",
 )

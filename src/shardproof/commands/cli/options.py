@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 Function = TypeVar("Function", bound=Callable[..., Any])
 Quantity = TypeVar("Quantity")
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "": 1}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {
     f"{unit}{kind}": base ** (at + 1)
     for kind, base in (("B", 1000), ("iB", 1024))
@@ -31,15 +31,22 @@ _BYTES = {
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of a span of time: a number with s, m, h, d or w. A bare number means seconds.
+    """Seconds of a span of time: a number with s, m, h, d or w. A bare number could mean any of them.
 
     Raises:
         ValueError: `text` has another form.
 
-    >>> seconds_of("90"), seconds_of("1.5h"), seconds_of("2d")
+    >>> seconds_of("90s"), seconds_of("1.5h"), seconds_of("2d")
     (90.0, 5400.0, 172800.0)
     """
-    return _scaled(text, _SECONDS, "a span of time; write 90s, 30m, 1h, 2d or 1w")
+    return _scaled(text, _SECONDS, "a span of time with its unit; write 90s, 30m, 1h, 2d or 1w")
+
+
+def _positive_seconds_of(text: str) -> float:
+    """As `seconds_of`, above 0."""
+    if (seconds := seconds_of(text)) > 0:
+        return seconds
+    raise ValueError("it is more than 0")
 
 
 def bytes_of(text: str) -> int:
@@ -80,6 +87,8 @@ size = _quantity(bytes_of)
 """Callback of an option: bytes from a text such as "5GB"."""
 span = _quantity(seconds_of)
 """Callback of an option: seconds from a text such as "1h"."""
+positive_span = _quantity(_positive_seconds_of)
+"""As `span`, above 0."""
 
 
 def folder_argument(name: str) -> Callable[[Function], Function]:

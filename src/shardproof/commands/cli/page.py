@@ -19,8 +19,8 @@ from shardproof.commands.cli.options import (
     is_run,
     other_format_option,
     path_or_run_argument,
+    positive_span,
     register_option,
-    span,
     trust_pickle_option,
 )
 from shardproof.commands.cli.terminal import YES, BadPath, bytes_progress
@@ -39,7 +39,9 @@ _FITS = {
 @click.argument("other", required=False, metavar="[STEP|OTHER]")
 @click.option("-o", "--output", metavar="FILE", help="The file, such as page.html; '-' for standard output.")
 @click.option("--verify", is_flag=True, help="Read every byte of the checkpoint, and show what is proved.")
-@click.option("--mtbf", callback=span, metavar="SPAN", help="Time between failures of the job, as for ls.")
+@click.option(
+    "--mtbf", callback=positive_span, metavar="SPAN", help="Time between failures of the job, as for ls."
+)
 @click.option(
     "--trace",
     metavar="FOLDER",

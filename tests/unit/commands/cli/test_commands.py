@@ -420,6 +420,28 @@ def test_a_home_that_the_shell_did_not_expand_is_bad_usage(call: Any, ckpt: Path
         assert call("doctor", ckpt.parent, "--second-tier", "~/x")[0] == 2
 
 
+def test_a_span_has_its_unit(call: Any, ckpt: Path) -> None:
+    run_folder = ckpt.parent
+    write(run_folder / "step-00000008", Sample(STATE, step=8), commit=False)
+    cut(run_folder / "step-00000008")
+    files = sorted(run_folder.rglob("*"))
+    for command in ("prune", "doctor", "watch"):
+        code, _, err = call(command, run_folder, "--older-than", "0")
+        assert code == 2 and "'0' is not a span of time with its unit; write 90s, 30m, 1h" in err
+    assert sorted(run_folder.rglob("*")) == files
+    assert call("ls", run_folder, "--mtbf", "12")[0] == 2
+    assert call("page", run_folder, "-o", "-", "--mtbf", "12")[0] == 2
+    for command, *option in (
+        ("ls", "--mtbf", "0s"),
+        ("page", "-o", "-", "--mtbf", "0h"),
+        ("watch", "--once", "--every", "0s"),
+    ):
+        code, _, err = call(command, run_folder, *option)
+        assert code == 2 and "it is more than 0" in err
+    assert call("prune", run_folder, "--older-than", "0s", "--yes")[0] == 0
+    assert not (run_folder / "step-00000008" / "shards").exists()
+
+
 def test_a_key_that_does_not_exist_is_bad_usage(call: Any, ckpt: Path) -> None:
     for words in (["nokey"], [next(iter(STATE)), "no*"]):
         code, _, err = call("stats", ckpt, *words)
