@@ -144,7 +144,10 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
     out = console()
     rows = _rows_to_remove(plan, now)
     if rows:
-        out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
+        titles = ("to remove", "what", "size", "age")
+        has_sizes = bool(plan.leftovers or plan.uploads)  # those of steps are not measured one by one
+        shown = len(titles) if has_sizes else 2
+        out.print(table(titles[:shown], [row[:shown] for row in rows], right=titles[2:shown]))
         out.print(f"{gigabytes(plan.bytes)} in all")
     else:
         out.print("nothing to remove")
@@ -177,7 +180,7 @@ def _rows_to_remove(plan: PrunePlan, now: float) -> list[tuple[str, str, str, st
         )
         for upload in plan.uploads
     ]
-    return [*rows, *((name, _REMOVED[fate], "", "") for name, fate in plan.removed.items())]
+    return [*rows, *((name, _REMOVED[fate], "-", "-") for name, fate in plan.removed.items())]
 
 
 def _reasons_to_stay(plan: PrunePlan, older_than: float, damaged: bool) -> list[tuple[str, str]]:

@@ -19,6 +19,8 @@ from shardproof.commands.cli.terminal import BadPath
 MANIFEST = "manifest.json"
 """As in `shardproof.engine.format`, which would import numpy."""
 
+_STEP = re.compile(r"step-[0-9]{8,18}")
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Quantity = TypeVar("Quantity")
 
@@ -224,12 +226,31 @@ def _steps_of_run(path: str) -> list[str]:
         return []
     storage = storage_at(path)
     try:
-        steps = [name for name in storage.folders() if re.fullmatch(r"step-[0-9]{8,18}", name)]
+        steps = [name for name in storage.folders() if _STEP.fullmatch(name)]
         if not steps or storage.size(MANIFEST) is not None or storage.list("shards"):
             return []
     except StorageError:  # the command reports it with its cause
         return []
     return sorted(steps, key=lambda name: int(name[5:]))
+
+
+def step_folder(word: str) -> str | None:
+    """The folder of the step that a word names, by its number or by its folder; None for another word.
+
+    >>> step_folder("3"), step_folder("step-00000003"), step_folder("step-3")
+    ('step-00000003', 'step-00000003', None)
+    """
+    if re.fullmatch(r"[0-9]{1,18}", word) is not None:
+        return f"step-{int(word):08d}"
+    return word if _STEP.fullmatch(word) is not None else None
+
+
+def no_step(path: str, word: str) -> click.UsageError:
+    """The error of a word that names no step of a run."""
+    return click.UsageError(
+        f"{word!r} is no step of {path}: give a number, or the name of its folder (`shardproof ls {path}` "
+        "lists its steps)"
+    )
 
 
 def is_run(path: str) -> bool:
@@ -240,8 +261,8 @@ def is_run(path: str) -> bool:
 def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tuple[str, Sequence[str]]:
     """The checkpoint that a command means: `path` itself, or a step of the run `path`.
 
-    The first word behind a run may be the number of a step. Without one, it is the newest step that can be
-    restored. Unless `quiet`, lines on standard error name it, and the newer steps that it passes over.
+    The first word behind a run may name a step (`step_folder`). Without one, it is the newest step that can
+    be restored. Unless `quiet`, lines on standard error name it, and the newer steps that it passes over.
 
     Returns:
         The path of the checkpoint, and the words behind the number.
@@ -255,8 +276,7 @@ def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tu
     if not steps:
         return path, words
     run = path.rstrip("/")
-    if words and words[0].isdecimal():
-        name = f"step-{int(words[0]):08d}"
+    if words and (name := step_folder(words[0])) is not None:
         if name not in steps:
             raise click.UsageError(f"{path} has no step {words[0]} (`shardproof ls {path}` lists its steps)")
         return f"{run}/{name}", words[1:]

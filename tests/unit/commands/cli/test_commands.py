@@ -442,6 +442,40 @@ def test_a_span_has_its_unit(call: Any, ckpt: Path) -> None:
     assert not (run_folder / "step-00000008" / "shards").exists()
 
 
+def test_a_step_is_named_by_its_number_or_its_folder(call: Any, ckpt: Path) -> None:
+    run_folder, name = ckpt.parent, ckpt.name
+    write(run_folder / "step-00000009", Sample({"other": next(iter(STATE.values()))}, step=9))
+    assert f"{ckpt}, step 7" in call("verify", run_folder, name)[1]
+    assert call("inspect", run_folder, name)[1] == call("inspect", run_folder, 7)[1] != ""
+    assert call("stats", run_folder, name, "--json")[1] == call("stats", run_folder, 7, "--json")[1]
+    pages = [call("page", run_folder, step, "-o", "-", "--json")[:2] for step in (name, "7")]
+    assert pages[0][0] == pages[1][0] == 0
+    for command, *options in (("verify",), ("page", "-o", "-")):
+        code, _, err = call(command, run_folder, "abc", *options)
+        assert (
+            code == 2 and f"'abc' is no step of {run_folder}: give a number, or the name of its folder" in err
+        )
+        code, _, err = call(command, run_folder, "step-00000008", *options)
+        assert code == 2 and f"{run_folder} has no step step-00000008" in err
+
+
+def test_prune_shows_no_empty_columns(call: Any, ckpt: Path) -> None:
+    write(ckpt.parent / "step-00000009", Sample(STATE, step=9))
+    rows = call("prune", ckpt.parent, "--keep", 1, "--dry-run")[1].splitlines()
+    assert rows[0].split() == ["to", "remove", "what"]
+    write(ckpt.parent / "step-00000010", Sample(STATE, step=10), commit=False)
+    cut(ckpt.parent / "step-00000010")
+    rows = call("prune", ckpt.parent, "--keep", 1, "--older-than", "0s", "--dry-run")[1].splitlines()
+    assert rows[0].split() == ["to", "remove", "what", "size", "age"]
+    assert next(row for row in rows if row.startswith(ckpt.name)).split()[-2:] == ["-", "-"]
+
+
+def test_stats_refuses_a_cut_shard_file(call: Any, ckpt: Path) -> None:
+    cut(ckpt)
+    code, _, err = call("stats", ckpt)
+    assert code == 1 and "expected" in err and "shardproof verify" in err
+
+
 def test_a_key_that_does_not_exist_is_bad_usage(call: Any, ckpt: Path) -> None:
     for words in (["nokey"], [next(iter(STATE)), "no*"]):
         code, _, err = call("stats", ckpt, *words)
