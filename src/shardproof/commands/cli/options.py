@@ -44,13 +44,6 @@ def seconds_of(text: str) -> float:
     return _scaled(text, _SECONDS, "a span of time with its unit; write 90s, 30m, 1h, 2d or 1w")
 
 
-def _positive_seconds_of(text: str) -> float:
-    """As `seconds_of`, above 0."""
-    if (seconds := seconds_of(text)) > 0:
-        return seconds
-    raise ValueError("it is more than 0")
-
-
 def bytes_of(text: str) -> int:
     """Bytes of a size: a number with KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024).
 
@@ -72,15 +65,18 @@ def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
 
 
 def _quantity(
-    parse: Callable[[str], Quantity],
+    parse: Callable[[str], Quantity], *, positive: bool = False
 ) -> Callable[[click.Context, click.Parameter, str | None], Quantity | None]:
     """The callback of an option that `parse` reads. Text of another form is a usage error."""
 
     def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Quantity | None:
         try:
-            return None if value is None else parse(value)
+            found = None if value is None else parse(value)
         except ValueError as error:
             raise click.BadParameter(str(error)) from error
+        if positive and found == 0:
+            raise click.BadParameter("it is more than 0")
+        return found
 
     return callback
 
@@ -89,7 +85,7 @@ size = _quantity(bytes_of)
 """Callback of an option: bytes from a text such as "5GB"."""
 span = _quantity(seconds_of)
 """Callback of an option: seconds from a text such as "1h"."""
-positive_span = _quantity(_positive_seconds_of)
+positive_span = _quantity(seconds_of, positive=True)
 """As `span`, above 0."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
@@ -262,7 +263,10 @@ def open_storage(
         except NotCommittedError as error:
             if format is not None or place is not foreign:
                 raise
-            if (newest := _newest_step(place.storage)) is not None:
+            newest = None
+            with suppress(StorageError):  # then the error that there is no checkpoint stands
+                newest = newest_step(place.storage)
+            if newest is not None:
                 raise NotCommittedError(
                     f"{place.location} is the folder of a run, and not a checkpoint. Name a step: the newest "
                     f"is {place.location}/{newest}. Checkpointer({place.location!r}).restore takes it, too",
@@ -278,10 +282,3 @@ def open_storage(
         _log.warning("%s: %s", reader.location, note)
     with foreign_faults(reader.location):
         return ForeignCheckpoint(reader, trust_pickle=trust_pickle)
-
-
-def _newest_step(run: Storage) -> str | None:
-    try:
-        return newest_step(run)
-    except StorageError:
-        return None  # the error that there is no checkpoint stands
