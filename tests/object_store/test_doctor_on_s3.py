@@ -39,12 +39,12 @@ def test_doctor_and_watch_on_a_bucket(url: str, capsys: pytest.CaptureFixture[st
     assert code == 1
     found = {(one["where"], one["kind"]): one["fix"] for one in report["findings"]}
     assert found["step-00000002", "damaged"] == f"shardproof verify {url}/step-00000002", "no step is whole"
-    assert found["step-00000001", "no manifest"] == f"shardproof repair {url}/step-00000001"
+    assert found["step-00000001", "repairable"] == f"shardproof repair {url}/step-00000001"
 
     code, report = answer(capsys, "watch", url, "--once")
     assert [save["state"] for save in report["saves"]] == ["writing", "damaged"]
     code, report = answer(capsys, "watch", url, "--once", "--older-than", "0s")
-    assert (code, [save["state"] for save in report["saves"]]) == (0, ["leftover", "damaged"])
+    assert (code, [save["state"] for save in report["saves"]]) == (0, ["repairable", "damaged"])
 
 
 def test_a_run_is_not_repaired_and_its_newest_step_is_verified(

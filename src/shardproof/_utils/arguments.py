@@ -126,20 +126,27 @@ def names_forms(caller: str, forms: Mapping[str, str]) -> Callable[[Callable[P, 
     return decorate
 
 
-def unexpanded_home(path: str) -> str | None:
+def unexpanded_home(path: str, *, in_shell: bool = False) -> str | None:
     """What is wrong with a path that has a ``~``, and the advice; None for other paths.
 
     Only a shell expands ``~``. The operating system takes it for the name of a folder, so a program would
-    write into a folder of that name in its working directory.
+    write into a folder of that name in its working directory. With `in_shell`, the advice is for a command
+    line, where quotes or a sign before the ``~`` kept the shell from it.
 
     >>> print(unexpanded_home("~/runs"))
     ~ is not expanded: pass os.path.expanduser('~/runs')
+    >>> print(unexpanded_home("~/runs", in_shell=True))
+    the shell did not expand ~: write $HOME/runs, or leave out the quotes
     >>> unexpanded_home("/runs/gpt~/a") is None
     True
     """
-    if os.path.expanduser(path) != path:
+    is_home, parts = os.path.expanduser(path) != path, path.split(os.sep)
+    if in_shell and (is_home or "~" in parts):
+        whole = f"$HOME{path[1:]}" if parts[0] == "~" else "the whole path"
+        return f"the shell did not expand ~: write {whole}, or leave out the quotes"
+    if is_home:
         return f"~ is not expanded: pass os.path.expanduser({path!r})"
-    if "~" in path.split(os.sep):
+    if "~" in parts:
         return (
             "it has a folder named ~. Apply os.path.expanduser where the path is made, or rename the folder"
         )

@@ -10,14 +10,17 @@ import click
 from shardproof.commands.cli.options import (
     checkpoint_of,
     format_option,
+    is_run,
     json_option,
     key_options,
+    no_step,
     other_format_option,
     path_argument,
     path_or_run_argument,
     print_json,
     register_option,
     renames_of,
+    step_folder,
     trust_pickle_option,
     worker_options,
 )
@@ -34,12 +37,12 @@ FAULTS_SHOWN = 20
 
 @click.command("verify", short_help="Read every byte and compare it with its digest.")
 @path_or_run_argument("ckpt")
-@click.argument("step", required=False, type=click.IntRange(min=0))
+@click.argument("step", required=False)
 @format_option
 @json_option
 def verify_command(
     ckpt: str,
-    step: int | None,
+    step: str | None,
     format: str | None,  # noqa: A002 the name of the option
     as_json: bool,
 ) -> int:
@@ -59,9 +62,11 @@ def verify_command(
 
     foreign: Foreign | None = None
     try:
-        checkpoint, rest = checkpoint_of(ckpt, () if step is None else (str(step),), quiet=as_json)
+        if step is not None and is_run(ckpt) and step_folder(step) is None:
+            raise no_step(ckpt, step)
+        checkpoint, rest = checkpoint_of(ckpt, () if step is None else (step,), quiet=as_json)
         if rest:
-            raise click.UsageError(f"{ckpt} is no run, so it has no step {step}: leave the number out")
+            raise click.UsageError(f"{ckpt} is no run, so it has no step {step}: leave STEP out")
         foreign = foreign_of(checkpoint)
         with bytes_progress("verify", shown=not as_json) as on_progress:
             report = verify_any(foreign, on_progress, format=format).to_json()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import click
 
 from shardproof.commands.cli.options import folder_argument, json_option, older_than_option, print_json
-from shardproof.commands.cli.terminal import BAD, YES, BadPath, console, table
+from shardproof.commands.cli.terminal import YES, BadPath, console, table
 
 if TYPE_CHECKING:
     from shardproof.engine.storage import MemoryRun
@@ -144,7 +144,10 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
     out = console()
     rows = _rows_to_remove(plan, now)
     if rows:
-        out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
+        titles = ("to remove", "what", "size", "age")
+        has_sizes = bool(plan.leftovers or plan.uploads)  # those of steps are not measured one by one
+        shown = len(titles) if has_sizes else 2
+        out.print(table(titles[:shown], [row[:shown] for row in rows], right=titles[2:shown]))
         out.print(f"{gigabytes(plan.bytes)} in all")
     else:
         out.print("nothing to remove")
@@ -177,7 +180,7 @@ def _rows_to_remove(plan: PrunePlan, now: float) -> list[tuple[str, str, str, st
         )
         for upload in plan.uploads
     ]
-    return [*rows, *((name, _REMOVED[fate], "", "") for name, fate in plan.removed.items())]
+    return [*rows, *((name, _REMOVED[fate], "-", "-") for name, fate in plan.removed.items())]
 
 
 def _reasons_to_stay(plan: PrunePlan, older_than: float, damaged: bool) -> list[tuple[str, str]]:
@@ -227,7 +230,7 @@ def _reasons_to_stay(plan: PrunePlan, older_than: float, damaged: bool) -> list[
 def memory_command(drop: str | None, force: bool, as_json: bool) -> int:
     """List the runs in the memory of this node (`memory://RUN` of a Checkpointer), those of all users.
 
-    Only their user sees the bytes and steps of a run. Exit code 1: there is no such run to drop.
+    Only their user sees the bytes and steps of a run. Exit code 2: there is no such run to drop.
     """
     from shardproof._utils.humanize import gigabytes
     from shardproof.engine.storage import MemoryStorage, memory_runs
@@ -244,12 +247,13 @@ def memory_command(drop: str | None, force: bool, as_json: bool) -> int:
             raise BadPath(
                 f"--drop: a job uses {storage.location}. End the job first, or remove its steps with --force"
             )
-        dropped = storage.drop()
+        if not storage.drop():
+            raise BadPath(f"--drop: {storage.location} does not exist (`shardproof memory` lists the runs)")
         if as_json:
-            print_json({"run": name, "location": storage.location, "dropped": dropped})
+            print_json({"run": name, "location": storage.location, "dropped": True})
         else:
-            click.echo(f"{storage.location} {'was dropped' if dropped else 'does not exist'}")
-        return YES if dropped else BAD
+            click.echo(f"{storage.location} was dropped")
+        return YES
     found = [_facts_of(run) for run in memory_runs()]
     if as_json:
         print_json(found)

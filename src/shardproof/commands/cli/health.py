@@ -18,9 +18,9 @@ from shardproof.commands.cli.options import (
     folder_argument,
     json_option,
     older_than_option,
+    positive_span,
     print_json,
     size,
-    span,
 )
 from shardproof.commands.cli.terminal import BAD, YES, bytes_progress, console, table
 
@@ -161,7 +161,12 @@ def _show_examination(found: Examination) -> None:
 @click.command("watch", short_help="Show the saves of a run while they happen.")
 @folder_argument("run")
 @click.option(
-    "--every", callback=span, metavar="SPAN", default="2s", show_default=True, help="Time between updates."
+    "--every",
+    callback=positive_span,
+    metavar="SPAN",
+    default="2s",
+    show_default=True,
+    help="Time between updates.",
 )
 @click.option("--once", is_flag=True, help="Print one table, and exit.")
 @older_than_option("Files without a manifest that did not change within this time belong to a dead save.")
@@ -175,8 +180,6 @@ def watch_command(run: str, every: float, once: bool, older_than: float, as_json
     from shardproof.engine.storage import storage_at
     from shardproof.runs.checkpointer import RunWatch
 
-    if every <= 0:
-        raise click.UsageError("--every is more than 0")
     storage = storage_at(run)
     told = storage.now(writes=False)
     if told is None:

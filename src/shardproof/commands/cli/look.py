@@ -14,9 +14,9 @@ from shardproof.commands.cli.options import (
     format_option,
     json_option,
     path_or_run_argument,
+    positive_span,
     print_json,
     register_option,
-    span,
     trust_pickle_option,
     worker_options,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @folder_argument("run")
 @click.option(
     "--mtbf",
-    callback=span,
+    callback=positive_span,
     metavar="SPAN",
     help="Suggest a time between saves, for a job that fails once in this time on average, such as 12h.",
 )
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
     """List the checkpoints of RUN.
 
-    An uncommitted step is listed with the reason: the save died or is still in progress (a leftover, see
-    prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint of a step that
-    failed validation. The list shows the verdict of a settled suspect. "state" is the bytes of a step's
-    tensors, and "files" those of the files in its folder: less for an incremental step.
+    An uncommitted step is listed with the reason: a save may be in progress, the save died (a leftover, see
+    prune), or the checkpoint is damaged or lacks its manifest (see verify and repair). A suspect is the
+    checkpoint of a step that failed validation. The list shows the verdict of a settled suspect. "state" is
+    the bytes of a step's tensors, and "files" those of the files in its folder: less for an incremental step.
 
     The suggestion of --mtbf uses the times of the listed steps, and the time from the agreement of the ranks
     to the commit. Training that continues during a save is blocked for less time.
@@ -403,11 +403,15 @@ def stats_command(ckpt: str, keys: tuple[str, ...], as_json: bool, **options: An
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.commands.report import measure_tensors
     from shardproof.engine.foreign import foreign_of
+    from shardproof.errors import KeyMismatchError
 
     checkpoint, patterns = checkpoint_of(ckpt, keys, quiet=as_json)
     place = foreign_of(checkpoint)
-    with bytes_progress("stats", shown=not as_json) as on_progress:
-        found = measure_tensors(place, patterns, on_progress=on_progress, **options)
+    try:
+        with bytes_progress("stats", shown=not as_json) as on_progress:
+            found = measure_tensors(place, patterns, on_progress=on_progress, **options)
+    except KeyMismatchError as error:  # a KEY fits no tensor
+        raise click.UsageError(f"{error} (`shardproof inspect` lists the keys)") from error
     bad = any(measure.nan or measure.inf for _, measure in found)
     if as_json:
         print_json(

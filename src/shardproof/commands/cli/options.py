@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import click
@@ -18,10 +19,12 @@ from shardproof.commands.cli.terminal import BadPath
 MANIFEST = "manifest.json"
 """As in `shardproof.engine.format`, which would import numpy."""
 
+_STEP = re.compile(r"step-[0-9]{8,18}")
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Quantity = TypeVar("Quantity")
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "": 1}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {
     f"{unit}{kind}": base ** (at + 1)
     for kind, base in (("B", 1000), ("iB", 1024))
@@ -30,15 +33,15 @@ _BYTES = {
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of a span of time: a number with s, m, h, d or w. A bare number means seconds.
+    """Seconds of a span of time: a number with s, m, h, d or w. A bare number could mean any of them.
 
     Raises:
         ValueError: `text` has another form.
 
-    >>> seconds_of("90"), seconds_of("1.5h"), seconds_of("2d")
+    >>> seconds_of("90s"), seconds_of("1.5h"), seconds_of("2d")
     (90.0, 5400.0, 172800.0)
     """
-    return _scaled(text, _SECONDS, "a span of time; write 90s, 30m, 1h, 2d or 1w")
+    return _scaled(text, _SECONDS, "a span of time with its unit; write 90s, 30m, 1h, 2d or 1w")
 
 
 def bytes_of(text: str) -> int:
@@ -62,15 +65,18 @@ def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
 
 
 def _quantity(
-    parse: Callable[[str], Quantity],
+    parse: Callable[[str], Quantity], *, positive: bool = False
 ) -> Callable[[click.Context, click.Parameter, str | None], Quantity | None]:
     """The callback of an option that `parse` reads. Text of another form is a usage error."""
 
     def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Quantity | None:
         try:
-            return None if value is None else parse(value)
+            found = None if value is None else parse(value)
         except ValueError as error:
             raise click.BadParameter(str(error)) from error
+        if positive and found == 0:
+            raise click.BadParameter("it is more than 0")
+        return found
 
     return callback
 
@@ -79,6 +85,8 @@ size = _quantity(bytes_of)
 """Callback of an option: bytes from a text such as "5GB"."""
 span = _quantity(seconds_of)
 """Callback of an option: seconds from a text such as "1h"."""
+positive_span = _quantity(seconds_of, positive=True)
+"""As `span`, above 0."""
 
 
 def folder_argument(name: str) -> Callable[[Function], Function]:
@@ -112,7 +120,8 @@ def destination_argument(name: str) -> Callable[[Function], Function]:
 
 
 def _destination(_context: click.Context, parameter: click.Parameter, path: str) -> str:
-    _is_url(parameter, path, is_stored=False)
+    if not _is_url(parameter, path, is_stored=False):
+        _check_home(parameter, path)
     return path
 
 
@@ -155,14 +164,20 @@ def existing_folder(_context: click.Context, parameter: click.Parameter, value: 
     return value
 
 
+def _check_home(parameter: click.Parameter, path: str) -> None:
+    """Refuses a path that a storage would refuse, because only a shell expands ``~``."""
+    if (fault := unexpanded_home(path, in_shell=True)) is not None:
+        raise BadPath(f"{_name_of(parameter)}: {path!r}: {fault}")
+
+
 def _check_folder(parameter: click.Parameter, path: str) -> None:
     if _is_url(parameter, path):
         return
+    _check_home(parameter, path)
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        fault = unexpanded_home(path) or "it does not exist"
-        raise BadPath(f"{_name_of(parameter)}: {_shown(path)}: {fault}") from error
+        raise BadPath(f"{_name_of(parameter)}: {_shown(path)}: it does not exist") from error
     except OSError:  # the storage reports it with its cause
         return
     if not stat.S_ISDIR(mode):
@@ -207,12 +222,31 @@ def _steps_of_run(path: str) -> list[str]:
         return []
     storage = storage_at(path)
     try:
-        steps = [name for name in storage.folders() if re.fullmatch(r"step-[0-9]{8,18}", name)]
+        steps = [name for name in storage.folders() if _STEP.fullmatch(name)]
         if not steps or storage.size(MANIFEST) is not None or storage.list("shards"):
             return []
     except StorageError:  # the command reports it with its cause
         return []
     return sorted(steps, key=lambda name: int(name[5:]))
+
+
+def step_folder(word: str) -> str | None:
+    """The folder of the step that a word names, by its number or by its folder; None for another word.
+
+    >>> step_folder("3"), step_folder("step-00000003"), step_folder("step-3")
+    ('step-00000003', 'step-00000003', None)
+    """
+    if re.fullmatch(r"[0-9]{1,18}", word) is not None:
+        return f"step-{int(word):08d}"
+    return word if _STEP.fullmatch(word) is not None else None
+
+
+def no_step(path: str, word: str) -> click.UsageError:
+    """The error of a word that names no step of a run."""
+    return click.UsageError(
+        f"{word!r} is no step of {path}: give a number, or the name of its folder (`shardproof ls {path}` "
+        "lists its steps)"
+    )
 
 
 def is_run(path: str) -> bool:
@@ -223,8 +257,8 @@ def is_run(path: str) -> bool:
 def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tuple[str, Sequence[str]]:
     """The checkpoint that a command means: `path` itself, or a step of the run `path`.
 
-    The first word behind a run may be the number of a step. Without one, it is the newest step that can be
-    restored. Unless `quiet`, lines on standard error name it, and the newer steps that it passes over.
+    The first word behind a run may name a step (`step_folder`). Without one, it is the newest step that can
+    be restored. Unless `quiet`, lines on standard error name it, and the newer steps that it passes over.
 
     Returns:
         The path of the checkpoint, and the words behind the number.
@@ -238,19 +272,18 @@ def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tu
     if not steps:
         return path, words
     run = path.rstrip("/")
-    if words and words[0].isdecimal():
-        name = f"step-{int(words[0]):08d}"
+    if words and (name := step_folder(words[0])) is not None:
         if name not in steps:
             raise click.UsageError(f"{path} has no step {words[0]} (`shardproof ls {path}` lists its steps)")
         return f"{run}/{name}", words[1:]
     from shardproof.engine.storage import storage_at
     from shardproof.errors import NotCommittedError
-    from shardproof.runs.checkpointer import Verdict, judge, read_node_mark
+    from shardproof.runs.checkpointer import Verdict, judge, read_node_mark, saves_since
 
     storage, passed = storage_at(path), list[str]()
-    mark = read_node_mark(storage)
+    mark, since = read_node_mark(storage), cache(partial(saves_since, storage))
     for name in reversed(steps):
-        if (found := judge(storage, name, mark=mark)) is None:
+        if (found := judge(storage, name, mark=mark, saves_since=since)) is None:
             continue
         if found.verdict is Verdict.UNREADABLE and found.error is not None:
             raise found.error

@@ -17,10 +17,12 @@ from shardproof.commands.cli.options import (
     existing_folder,
     format_option,
     is_run,
+    no_step,
     other_format_option,
     path_or_run_argument,
+    positive_span,
     register_option,
-    span,
+    step_folder,
     trust_pickle_option,
 )
 from shardproof.commands.cli.terminal import YES, BadPath, bytes_progress
@@ -39,7 +41,9 @@ _FITS = {
 @click.argument("other", required=False, metavar="[STEP|OTHER]")
 @click.option("-o", "--output", metavar="FILE", help="The file, such as page.html; '-' for standard output.")
 @click.option("--verify", is_flag=True, help="Read every byte of the checkpoint, and show what is proved.")
-@click.option("--mtbf", callback=span, metavar="SPAN", help="Time between failures of the job, as for ls.")
+@click.option(
+    "--mtbf", callback=positive_span, metavar="SPAN", help="Time between failures of the job, as for ls."
+)
 @click.option(
     "--trace",
     metavar="FOLDER",
@@ -78,7 +82,15 @@ def page_command(
     if output is None and not as_json:
         raise click.UsageError("name the file to write: -o page.html")
     target = "-" if output is None else output
-    is_step = other is not None and other.isdecimal() and is_run(path)
+    is_step = other is not None and step_folder(other) is not None and is_run(path)
+    if (
+        other is not None
+        and not is_step
+        and "://" not in other
+        and not os.path.exists(other)
+        and is_run(path)
+    ):
+        raise no_step(path, other)
     kind = "a checkpoint" if other is None or is_step else "two checkpoints"
     kind = "a run" if other is None and is_run(path) else kind
     for parameter in context.command.params:

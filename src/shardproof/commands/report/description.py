@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from shardproof.engine.foreign import NATIVE, Foreign, format_of
-from shardproof.engine.format import FileRecord, Manifest, read_index, read_manifest
+from shardproof.engine.format import FileRecord, Manifest, locate_files, read_index, read_manifest, size_error
 from shardproof.engine.planning import ChunkTable
-from shardproof.engine.storage import Storage
+from shardproof.engine.storage import Storage, map_requests
+from shardproof.errors import StorageError, tells_nothing
 
 if TYPE_CHECKING:
     from shardproof.engine.loading import ForeignCheckpoint
@@ -58,6 +59,37 @@ def describe(
     with open_storage(foreign, format=name, trust_pickle=trust_pickle, warn=False) as checkpoint:
         assert isinstance(checkpoint, ForeignCheckpoint)
         return _described(checkpoint)
+
+
+def check_files(place: Storage | Foreign, stored: Stored) -> None:
+    """Checks the size of each shard file of shardproof, and on file systems that it can be opened.
+
+    Raises:
+        StorageError: of a missing or cut file; if there is none, of a file that cannot be read.
+    """
+    if not stored.has_digests:
+        return
+    storage = place.storage if isinstance(place, Foreign) else place
+
+    def fault_of(item: tuple[tuple[Storage, str], FileRecord]) -> StorageError | None:
+        (folder, name), record = item
+        try:
+            error = size_error(
+                folder,
+                record,
+                path=f"{folder.location}/{name}",
+                advice=f"`shardproof verify {storage.location}` names all damage",
+            )
+            if error is None and folder.path is not None:
+                folder.read(name, 0, min(1, record.size))
+        except StorageError as failure:
+            return failure
+        return error
+
+    items = zip(locate_files(storage, stored.manifest), stored.manifest.files, strict=True)
+    faults = [fault for fault in map_requests(storage, fault_of, items) if fault is not None]
+    if faults:
+        raise min(faults, key=lambda fault: tells_nothing(fault.details))
 
 
 def _described(checkpoint: ForeignCheckpoint) -> Stored:

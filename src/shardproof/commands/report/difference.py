@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from shardproof._utils.arguments import check_mapping, check_texts
 from shardproof._utils.mappings import objects_with
-from shardproof.commands.report.description import Stored, describe
+from shardproof.commands.report.description import Stored, check_files, describe
 from shardproof.commands.report.detail import rows_of
 from shardproof.commands.report.divided_reads import Readers, boxes_of, read_boxes
 from shardproof.commands.report.measures import MOST_NUMBERS, MeasuredDifference, numbers
@@ -32,7 +32,7 @@ from shardproof.commands.report.stored_bits import Bits, StoredBits, open_bits
 from shardproof.commands.report.summary import tensor_bytes
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import Foreign, keeps_tensors_of_values, tensors_in_values
-from shardproof.engine.format import FileRecord, Manifest, TensorRecord, locate_files, size_error
+from shardproof.engine.format import TensorRecord
 from shardproof.engine.planning import (
     ChunkTable,
     Patterns,
@@ -41,8 +41,8 @@ from shardproof.engine.planning import (
     selects,
     stored_name,
 )
-from shardproof.engine.storage import Storage, map_requests
-from shardproof.errors import PlainDataError, StorageError, StructureError, tells_nothing
+from shardproof.engine.storage import Storage
+from shardproof.errors import PlainDataError, StructureError
 from shardproof.workers import Job, Where
 
 _JOB = Job("the comparison", "run it again")
@@ -337,8 +337,7 @@ def diff(
         for place, name in ((a, format), (b, other_format))
     )
     for place, stored in ((a, one), (b, other)):
-        if stored.has_digests:
-            _check_files(place.storage if isinstance(place, Foreign) else place, stored.manifest)
+        check_files(place, stored)
     side_a, side_b = _Side(one), _Side(other)
     if include is not None or exclude is not None or rename:
         _choose_keys(side_a, side_b, include, exclude, rename or {})
@@ -367,34 +366,6 @@ def diff(
         tuple(uncompared),
         (one, other),
     )
-
-
-def _check_files(storage: Storage, manifest: Manifest) -> None:
-    """Checks the size of each shard file, and on file systems that it can be opened.
-
-    Raises:
-        StorageError: of a missing or cut file; if there is none, of a file that cannot be read.
-    """
-
-    def fault_of(item: tuple[tuple[Storage, str], FileRecord]) -> StorageError | None:
-        (folder, name), record = item
-        try:
-            error = size_error(
-                folder,
-                record,
-                path=f"{folder.location}/{name}",
-                advice=f"`shardproof verify {storage.location}` names all damage",
-            )
-            if error is None and folder.path is not None:
-                folder.read(name, 0, min(1, record.size))
-        except StorageError as failure:
-            return failure
-        return error
-
-    items = zip(locate_files(storage, manifest), manifest.files, strict=True)
-    faults = [fault for fault in map_requests(storage, fault_of, items) if fault is not None]
-    if faults:
-        raise min(faults, key=lambda fault: tells_nothing(fault.details))
 
 
 @dataclass(frozen=True, slots=True)

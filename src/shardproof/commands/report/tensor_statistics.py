@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from shardproof.commands.report.description import describe
+from shardproof.commands.report.description import check_files, describe
 from shardproof.commands.report.divided_reads import Readers, boxes_of, read_boxes
 from shardproof.commands.report.measures import MOST_NUMBERS, Measure, numbers
 from shardproof.commands.report.stored_bits import Bits
@@ -76,6 +76,7 @@ def measure_tensors(
     for pattern in patterns:
         if not any(_fits(tensor.key, pattern) for tensor in wanted):
             raise KeyMismatchError(f"{stored.location}: no tensor has a key like {pattern!r}", key=pattern)
+    check_files(place, stored)
     boxes = [boxes_of(tensor, (tensor.key,), MOST_NUMBERS) for tensor in wanted]
     every = [box for group in boxes for box in group]
     parts = read_boxes(_JOB, [(place, stored)], every, _measure_box, readers, on_progress)

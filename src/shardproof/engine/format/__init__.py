@@ -75,6 +75,7 @@ from shardproof.engine.format.publication import flush_manifests_in as flush_man
 from shardproof.engine.format.publication import has_no_references as has_no_references
 from shardproof.engine.format.publication import named_files as named_files
 from shardproof.engine.format.publication import new_manifest as new_manifest
+from shardproof.engine.format.publication import newest_step as newest_step
 from shardproof.engine.format.publication import publish as publish
 from shardproof.engine.format.publication import references_in as references_in
 from shardproof.engine.format.publication import references_of_siblings as references_of_siblings

@@ -244,6 +244,18 @@ def _referring_manifest(place: tuple[str, Storage]) -> Manifest | Literal["no re
         return "no references" if is_lost_link or _is_foreign(storage) else "unknown"
 
 
+def newest_step(run: Storage) -> str | None:
+    """The folder of the step with the highest number and a manifest; None if the folder is not that of a run.
+
+    Raises:
+        StorageError: the storage cannot list the folder.
+    """
+    matches = [match for name in run.folders() if (match := STEP_FOLDER.fullmatch(name)) is not None]
+    steps = sorted((int(match[2]), match[0]) for match in matches if match[1] == "step")
+    newest_first = [name for _, name in reversed(steps)]
+    return next((name for name in newest_first if run.within(name).size(MANIFEST_NAME) is not None), None)
+
+
 def references_in(run: Storage, *, without: Collection[str] = ()) -> References:
     """The references of the checkpoints in all folders of `run` but those named in `without`."""
     return _referred((name, run.within(name)) for name in run.folders() if name not in without)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
@@ -33,7 +34,7 @@ from shardproof.engine.foreign import (
     open_reader,
     parts_of,
 )
-from shardproof.engine.format import MANIFEST_NAME, STEP_FOLDER, TensorRecord
+from shardproof.engine.format import TensorRecord, newest_step
 from shardproof.engine.geometry import row_pointers
 from shardproof.engine.loading.box_reads import BoxReads
 from shardproof.engine.loading.checkpoint import OPENED_FIRST, Checkpoint, NativeCheckpoint, Reads, open_once
@@ -262,7 +263,10 @@ def open_storage(
         except NotCommittedError as error:
             if format is not None or place is not foreign:
                 raise
-            if (newest := _newest_step(place.storage)) is not None:
+            newest = None
+            with suppress(StorageError):  # then the error that there is no checkpoint stands
+                newest = newest_step(place.storage)
+            if newest is not None:
                 raise NotCommittedError(
                     f"{place.location} is the folder of a run, and not a checkpoint. Name a step: the newest "
                     f"is {place.location}/{newest}. Checkpointer({place.location!r}).restore takes it, too",
@@ -278,14 +282,3 @@ def open_storage(
         _log.warning("%s: %s", reader.location, note)
     with foreign_faults(reader.location):
         return ForeignCheckpoint(reader, trust_pickle=trust_pickle)
-
-
-def _newest_step(run: Storage) -> str | None:
-    """The folder of the committed step with the highest number; None if the folder is not that of a run."""
-    try:
-        matches = [match for name in run.folders() if (match := STEP_FOLDER.fullmatch(name)) is not None]
-        steps = sorted((int(match[2]), match[0]) for match in matches if match[1] == "step")
-        newest_first = [name for _, name in reversed(steps)]
-        return next((name for name in newest_first if run.within(name).size(MANIFEST_NAME) is not None), None)
-    except StorageError:
-        return None  # the error that there is no checkpoint stands

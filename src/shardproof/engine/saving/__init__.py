@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from shardproof.engine.rendezvous import Rendezvous, connected
@@ -17,6 +18,7 @@ from shardproof.engine.saving.commit import Unconfirmed as Unconfirmed
 from shardproof.engine.saving.messages import Attempt, Divergence, SaveResult
 from shardproof.engine.saving.replica_check import CheckReplicas
 from shardproof.engine.saving.save_request import SaveRequest as SaveRequest
+from shardproof.engine.saving.save_request import refuse_run
 from shardproof.engine.saving.saver import Saver, WhenBusy
 from shardproof.engine.state import open_all
 from shardproof.engine.storage import Location, check_location, storage_at
@@ -77,7 +79,8 @@ def save(
         TypeError: an argument has a wrong type.
         ValueError: `deadline` is not positive, or is given together with `rendezvous`.
         AlreadyCommittedError: `path` has a committed checkpoint and `overwrite` is False.
-        StructureError, TilingError, PlainDataError: the state cannot be stored; nothing was committed.
+        StructureError, TilingError, PlainDataError: the state cannot be stored, or `path` is the folder of a
+            run with committed steps; nothing was committed.
         RankFailure, RankSilent: a rank failed or fell silent. Nothing was committed, with two exceptions: the
             message says that it was, or the silent rank is the coordinator.
         StorageError: the storage failed.
@@ -90,11 +93,13 @@ def save(
     """
     check_location("path", path)
     with connected(rendezvous, deadline) as meetings:
+        storage = storage_at(path, storage_options)
         return Saver(meetings, provenance=provenance).save(
-            storage_at(path, storage_options),
+            storage,
             state,
             step=step,
             metadata=metadata,
             overwrite=overwrite,
             check_replicas=check_replicas,
+            check_place=partial(refuse_run, storage),
         )

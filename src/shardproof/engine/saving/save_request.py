@@ -12,16 +12,35 @@ from typing import Any
 import msgspec
 
 from shardproof._utils.arguments import check_boolean, check_mapping
-from shardproof.engine.format import PROVENANCE
+from shardproof.engine.format import PROVENANCE, newest_step
 from shardproof.engine.saving.cache import SaveCache
 from shardproof.engine.saving.incremental import FindBase
 from shardproof.engine.saving.messages import RankReport
 from shardproof.engine.saving.replica_check import CheckReplicas
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.state import canonical_json, encode_plain
+from shardproof.engine.storage import Storage
 from shardproof.errors import ShardproofError, StructureError
 
 _LATEST_STEP = 10**18
+
+
+def refuse_run(storage: Storage) -> None:
+    """Refuses the folder of a run as the place of a single checkpoint, as `SaveRequest.check_place`.
+
+    Commands and a `Checkpointer` would take the checkpoint and the steps in the folder for different things.
+
+    Raises:
+        StructureError: the folder has a committed step.
+        StorageError: the storage cannot list the folder.
+    """
+    if (newest := newest_step(storage)) is not None:
+        raise StructureError(
+            f"{storage.location} is the folder of a run, with {newest}, and takes no checkpoint beside its "
+            f"steps. Save a step of the run with Checkpointer({storage.location!r}).save(step, state), or "
+            "pass another folder",
+            path=storage.location,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ from shardproof.formats.conversion.destination import FILES, BucketDestination, 
 
 _PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
-"""Bytes of metadata that a conversion may write in addition to the tensors."""
+"""Bytes of metadata for which a conversion wants room in addition to the tensors, at most. A conversion with
+fewer bytes of tensors wants as many as these."""
 _SMALL_BYTES, _GROUP_FILES = 8 << 20, 64
 """Files of at most this size are uploaded in groups of this many: requests take most of their time."""
 
@@ -104,13 +105,16 @@ class WorkFolder:
             )
         written = sum(record.nbytes for record in self.records().values())
         free = shutil.disk_usage(self.path).free
-        if free < nbytes - written + _SPARE_BYTES:
+        left = nbytes - written
+        spare = min(left, _SPARE_BYTES)
+        if free < left + spare:
             if is_made:
                 shutil.rmtree(self.path)
                 self.destination.end()
             raise StorageError(
-                f"{self.path}: {free:,} bytes are free, and the conversion writes {nbytes - written:,}. Free "
-                f"some space, or {self.destination.space_advice}",
+                f"{self.path}: {free:,} bytes are free, and the conversion needs {left + spare:,}: {left:,} "
+                f"for tensors and {spare:,} for metadata. Free some space, or "
+                f"{self.destination.space_advice}",
                 file=str(self.path),
                 errno="ENOSPC",
             )

@@ -44,6 +44,7 @@ from shardproof.runs.checkpointer.scan import StepInfo as StepInfo
 from shardproof.runs.checkpointer.scan import WatchedSave as WatchedSave
 from shardproof.runs.checkpointer.scan import interval_advice as interval_advice
 from shardproof.runs.checkpointer.scan import save_seconds as save_seconds
+from shardproof.runs.checkpointer.scan import saves_since as saves_since
 from shardproof.runs.checkpointer.scan import scan_run as scan_run
 from shardproof.runs.checkpointer.schedules import Every, Schedule
 from shardproof.runs.checkpointer.schedules import IntervalAdvice as IntervalAdvice

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardproof._utils.humanize import age, counted, gigabytes, listed
-from shardproof.engine.format import MANIFEST_NAME
+from shardproof.engine.format import MANIFEST_NAME, index_name
 from shardproof.engine.storage import (
     FreeSpace,
     Storage,
@@ -28,7 +28,7 @@ from shardproof.runs.checkpointer.judge import Damage, Judgement, Verdict, is_da
 from shardproof.runs.checkpointer.prune import PrunePlan, plan_prune
 from shardproof.runs.checkpointer.retention import Leftover
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
-from shardproof.runs.checkpointer.step_folders import StepFolder, place_of, read_node_mark
+from shardproof.runs.checkpointer.step_folders import StepFolder, parse_folder, place_of, read_node_mark
 
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
@@ -136,7 +136,7 @@ def examine_run(storage: Storage, run: str, *, older_than: float, now: float) ->
         >>> found.steps, found.is_healthy
         ((1,), True)
     """
-    infos = scan_run(storage, depth="metadata")
+    infos = scan_run(storage, depth="metadata", older_than=older_than, now=now)
     committed = [info for info in infos if info.is_step]
     partial = [info for info in infos if info.status == Verdict.PARTIAL and info.step is not None]
     newest = (committed or partial)[-1:]
@@ -162,6 +162,8 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
     if not has_steps:
         yield from _of_no_steps(infos, run)
     for info in infos:
+        if info.name == "." and any(parse_folder(other.name) for other in infos):
+            yield _beside_steps(info, run)
         reason = info.reason or ""
         if info.status == Verdict.DAMAGED:
             yield _damaged_step(info.name, reason, run, has_others=has_steps)
@@ -199,6 +201,22 @@ def _of_no_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
         text = f"{text}. A restore takes no folder of another name: {listed(others)}"
         fix = f"sp.load({place!r}, state)"
     yield Finding("note" if has_only_others else "error", "no steps", ".", text, fix)
+
+
+def _beside_steps(info: StepInfo, run: str) -> Finding:
+    """The finding of a checkpoint in the run's own folder."""
+    text = (
+        "a checkpoint is in the folder of the run, beside its steps. A restore takes no notice of it, and "
+        "verify, inspect, stats and convert take RUN for this checkpoint, so that they find no STEP"
+    )
+    place = f"{run.rstrip('/')}/checkpoint"
+    parts = [MANIFEST_NAME, index_name(info.save.attempt or ""), "shards"]
+    if "://" in run or info.save.attempt is None:
+        fix = f"move {', '.join(parts)} to another folder"
+    else:
+        files = shlex.join(f"{run.rstrip('/')}/{part}" for part in parts)
+        fix = f"mkdir {shlex.quote(place)} && mv {files} {shlex.quote(place)}"
+    return Finding("warning", "beside steps", ".", text, fix)
 
 
 def _damaged_step(folder: str, reason: str, run: str, *, has_others: bool) -> Finding:
@@ -259,8 +277,10 @@ def _of_leftovers(
             text = f"{size}, last written {_ago(now, written)}: their save died"
             yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
     committed = {info.name for info in infos if info.whole}
+    repairable = {info.name for info in infos if info.status == Verdict.REPAIRABLE}  # `_of_steps` names them
     for leftover in plan.complete:
-        yield from _of_complete_save(storage, leftover, run, is_replaced=leftover.folder in committed)
+        if leftover.folder not in repairable:
+            yield from _of_complete_save(storage, leftover, run, is_replaced=leftover.folder in committed)
     yield from _of_uploads(plan, storage.location, run, now)
 
 
@@ -274,10 +294,8 @@ def _of_complete_save(
         fix = f"shardproof prune {run} --complete --yes"
         yield Finding("warning", "leftover", leftover.folder, text, fix)
     elif not leftover.committed:
-        refusal = repair_refusal(storage, leftover.folder)
-        text = f"{text}, and its manifest is missing{f'. {refusal}' if refusal else ''}"
-        fix = "" if refusal else f"shardproof repair {run}/{leftover.folder}"
-        yield Finding("warning", "no manifest", leftover.folder, text, fix)
+        text = f"{text}, and its manifest is missing. {repair_refusal(storage, leftover.folder)}"
+        yield Finding("warning", "no manifest", leftover.folder, text)
 
 
 def _ago(now: float, then: float) -> str:

@@ -42,6 +42,7 @@ from shardproof.errors import (
     StorageError,
     tells_nothing,
 )
+from shardproof.runs.checkpointer.retention import times_of
 from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
@@ -110,6 +111,11 @@ class Judgement:
     settled: str | None = None
     """The verdict that settles a suspect; None if it has none."""
 
+    @property
+    def is_unnamed(self) -> bool:
+        """True for the files of a save that no manifest names."""
+        return self.manifest is None and self.error is None and self.verdict is not Verdict.REFERENCED
+
 
 def judge(
     run: Storage,
@@ -119,6 +125,7 @@ def judge(
     references: References | None = None,
     mark: NodeMark | None = None,
     plan_repairs: bool = True,
+    saves_since: Callable[[], float] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Judgement | None:
     """The verdict on the checkpoint in a folder of a run. No other code decides which step is good.
@@ -131,16 +138,19 @@ def judge(
             files of a dead save.
         mark: the mark of a run on local disks of several nodes, of which `run` is one; None: all files are
             expected in `run`.
-        plan_repairs: False to leave out whether a repair helps: a repairable step is then damaged.
+        plan_repairs: False to leave out whether a repair helps: a repairable step is then damaged, or a
+            leftover if it has no manifest.
+        saves_since: gives a time, Unix seconds. Files without a manifest that were written to since are a
+            `Verdict.WRITING`. Called only if there is no manifest. None: no save is taken for a running one.
         on_progress: with depth "bytes", called with bytes done and bytes in all.
 
     Returns:
-        The verdict. Files without a manifest are a `Verdict.LEFTOVER`; `judge_save` tells a dead save from a
-        running one. None if there is no file of a checkpoint.
+        The verdict; None if there is no file of a checkpoint. `judge_save` gives that of one of several saves
+        in a folder without a manifest.
     """
     for _ in range(_TRIES):
-        found = _judge_once(run, folder, depth, references, mark, plan_repairs, on_progress)
-        if found is None or found.verdict not in _FAULTY or not _is_replaced(run, folder, found.manifest):
+        found = _judge_once(run, folder, depth, references, mark, plan_repairs, saves_since, on_progress)
+        if found is None or found.verdict not in _FAULTY or not _is_replaced(run, folder, found):
             break
     return found
 
@@ -158,6 +168,7 @@ def _judge_once(
     references: References | None,
     mark: NodeMark | None,
     plan_repairs: bool,
+    saves_since: Callable[[], float] | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> Judgement | None:
     place = place_of(run, folder)
@@ -165,7 +176,7 @@ def _judge_once(
         manifest: Manifest | None = read_manifest(place)
         error: ShardproofError | None = None
     except NotCommittedError:
-        return _judge_without_manifest(place, folder, references)
+        return _judge_without_manifest(run, folder, references, plan_repairs, saves_since)
     except FormatError as damage:
         manifest, error = None, damage
     except StorageError as failure:
@@ -210,13 +221,13 @@ def _judge_manifest(
     return Judgement(Verdict.COMMITTED, manifest=manifest)
 
 
-def _is_replaced(run: Storage, folder: str, judged: Manifest | None) -> bool:
+def _is_replaced(run: Storage, folder: str, found: Judgement) -> bool:
     """True if a save, a repair or a removal changed the manifest while it was judged."""
-    place = place_of(run, folder)
+    place, judged = place_of(run, folder), found.manifest
     try:
         now: Manifest | None = read_manifest(place)
     except NotCommittedError:
-        return True
+        return found.error is not None  # that of a manifest
     except (FormatError, StorageError):
         now = None
     return now is not None and (
@@ -400,7 +411,14 @@ class Damage:
         return self.file if self.stop is None else f"bytes {self.start} to {self.stop} of {self.file}"
 
 
-def _judge_without_manifest(place: Storage, folder: str, references: References | None) -> Judgement | None:
+def _judge_without_manifest(
+    run: Storage,
+    folder: str,
+    references: References | None,
+    plan_repairs: bool,
+    saves_since: Callable[[], float] | None,
+) -> Judgement | None:
+    place = place_of(run, folder)
     try:
         files = {*files_in(place, folder)} - {SETTLED_NAME, PINNED_NAME}
     except StorageError as error:
@@ -412,7 +430,35 @@ def _judge_without_manifest(place: Storage, folder: str, references: References 
         users = listed(references.users(folder), 3)
         reason = f"removed; {len(needed)} file{'s' if len(needed) > 1 else ''} stay for {users}"
         return Judgement(Verdict.REFERENCED, reason)
-    return Judgement(Verdict.LEFTOVER, "no manifest: the save died, or is still in progress")
+    dead = Judgement(Verdict.LEFTOVER, "no manifest: the save died, or is still in progress")
+    if not plan_repairs:
+        return dead
+    if saves_since is not None and _is_written_since(run, folder, files, saves_since):
+        return Judgement(Verdict.WRITING, "no manifest: a save may be in progress")
+    from shardproof.runs.maintenance import plan_repair
+
+    try:
+        attempt = plan_repair(place).attempt
+    except ShardproofError as refusal:
+        if isinstance(refusal, StorageError) and tells_nothing(refusal.details):
+            return Judgement(Verdict.UNREADABLE, refusal.message, refusal)
+        return dead
+    reason = (
+        f"no manifest, and all shard files of the save {attempt} are there: `shardproof repair` makes it a "
+        f"step{'' if saves_since is not None else ', unless its save is still in progress'}"
+    )
+    return Judgement(Verdict.REPAIRABLE, reason)
+
+
+def _is_written_since(
+    run: Storage, folder: str, files: Iterable[str], saves_since: Callable[[], float]
+) -> bool:
+    """True if a file was written to since; False, too, if the storage does not tell the times."""
+    try:
+        times = times_of(run.modified, [f"{folder}/{file}" for file in files])
+        return max(times, default=0.0) > saves_since()
+    except StorageError:
+        return False
 
 
 def _fault(place: Storage, manifest: Manifest, depth: Depth) -> ShardproofError | None:

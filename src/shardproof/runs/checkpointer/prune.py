@@ -163,7 +163,7 @@ def plan_prune(
     found, uploads, uploads_fault = _with_uploads(
         storage, leftovers(storage, modified, references), now - older_than
     )
-    infos = scan_run(storage, depth="metadata")
+    infos = scan_run(storage, depth="metadata", older_than=older_than, now=now)
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     recent_uploads = tuple(upload for upload in uploads if upload not in dead)
     steps = {step: info for info in infos if (step := parse_step(info.name)) is not None}
@@ -185,6 +185,7 @@ def plan_prune(
         busy=busy,
         after=after,
         is_lost=is_lost if damaged and committed else None,
+        bare=_bare(found),
     )
     fates = {info.name: fate_of(info) for info in infos}
     folders = {fate: tuple(name for name, found in fates.items() if found is fate) for fate in Fate}
@@ -224,11 +225,15 @@ class _Fates:
     """See `plan_prune`."""
     is_lost: Callable[[str], bool] | None
     """True for a damaged step that was not written to lately; None: damaged steps stay."""
+    bare: Collection[str]
+    """Folders without a manifest, in which each save has a verdict of its own."""
 
     def __call__(self, info: StepInfo) -> Fate:
         is_removable = info.name not in self.busy and not info.linked
         if info.status == Verdict.REFERENCED:
             return Fate.REFERENCED
+        if info.name in self.bare:
+            return Fate.KEPT
         if info.suspect:
             if info.status == Verdict.LEFTOVER:
                 return Fate.KEPT
@@ -262,7 +267,7 @@ def _judge_saves(
 
     Saves up to the step `last` count as leftovers, even if their shard files are all there.
     """
-    spared = {info.name for info in infos if info.status in _SPARED}
+    spared = {info.name for info in infos if info.status in _SPARED} - _bare(found)
     old = {info.name for info in infos if last is not None and info.step is not None and info.step <= last}
     saves: dict[Verdict, list[Leftover]] = {
         verdict: [] for verdict in (Verdict.WRITING, Verdict.REPAIRABLE, Verdict.LEFTOVER)
@@ -277,6 +282,11 @@ def _judge_saves(
             verdict = Verdict.LEFTOVER
         saves[verdict].append(leftover)
     return saves
+
+
+def _bare(found: Sequence[Leftover]) -> set[str]:
+    """The folders of saves beside which there is no manifest."""
+    return {one.folder for one in found if not one.committed}
 
 
 def _bytes_of(

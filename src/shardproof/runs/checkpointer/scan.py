@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from shardproof._utils.humanize import listed
 from shardproof.engine.format import MANIFEST_NAME, References, references_in, tensor_bytes
 from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import StorageError
-from shardproof.runs.checkpointer.judge import Depth, Judgement, Verdict, judge
+from shardproof.runs.checkpointer.judge import Depth, Judgement, Verdict, judge, judge_save
 from shardproof.runs.checkpointer.retention import Leftover, leftovers
 from shardproof.runs.checkpointer.schedules import IntervalAdvice, advice_of
 from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
-    NodeMark,
     files_in,
     parse_folder,
     parse_step,
@@ -26,6 +26,8 @@ from shardproof.runs.checkpointer.step_folders import (
     read_pin,
 )
 
+_DEAD_SAVE = 3600.0
+"""Seconds since the last write after which files without a manifest are those of a dead save, by default."""
 _LONGEST_SAVE = 3600.0
 """Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file is a
 later copy."""
@@ -63,10 +65,10 @@ class StepInfo:
     save: SaveFacts
     """What its manifest tells."""
     bytes: int
-    """Bytes of its tensors; for a leftover, of its files."""
+    """Bytes of its tensors; without a readable manifest, of the files in its folder."""
     file_bytes: int
-    """Bytes of the files in its folder that it names, or of a leftover's files. An incremental step also uses
-    files of other steps."""
+    """Bytes of the files in its folder that it names; without a readable manifest, of all. An incremental
+    step also uses files of other steps."""
     unnamed: int
     """Number of files of dead attempts in the folder of a committed checkpoint, which `prune` removes."""
     referenced_by: tuple[str, ...]
@@ -119,12 +121,17 @@ class StepInfo:
         return {**values, **save, **own, "stored_step": stored_step}
 
 
-def scan_run(storage: Storage, *, depth: Depth = "sizes") -> list[StepInfo]:
+def scan_run(
+    storage: Storage, *, depth: Depth = "sizes", older_than: float = _DEAD_SAVE, now: float | None = None
+) -> list[StepInfo]:
     """Every checkpoint and every leftover in a run's folder, oldest step first.
 
     Args:
         storage: the run's folder.
         depth: what the verdicts are based on: "sizes" reads manifests, "metadata" also indexes.
+        older_than: seconds. Files without a manifest count as a save under way if their last write is
+            younger.
+        now: Unix seconds, by the clock that dates the files. None: that of the storage, or of this machine.
 
     Returns:
         One entry for each folder named ``step-...`` or ``suspect-...`` that has a file of shardproof, or that
@@ -135,13 +142,25 @@ def scan_run(storage: Storage, *, depth: Depth = "sizes") -> list[StepInfo]:
     """
     references = references_in(storage)
     mark = read_node_mark(storage)
-    look = partial(_folder_info, storage, depth, references, mark)
+    since = cache(partial(saves_since, storage, older_than, now))  # a bucket is asked only if it matters
+    judged = partial(judge, storage, depth=depth, mark=mark, saves_since=since)
+    look = partial(_folder_info, storage, judged, references)
     found = filter(None, map_requests(storage, look, [".", *storage.folders()]))
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
 
+def saves_since(storage: Storage, older_than: float = _DEAD_SAVE, now: float | None = None) -> float:
+    """The time before which the files of a dead save were written; the arguments are those of `scan_run`.
+
+    Raises:
+        StorageError: the store does not tell its time.
+    """
+    told = storage.now(writes=False) if now is None else now
+    return (time.time() if told is None else told) - older_than
+
+
 def _folder_info(
-    storage: Storage, depth: Depth, references: References, mark: NodeMark | None, folder: str
+    storage: Storage, judged: Callable[..., Judgement | None], references: References, folder: str
 ) -> StepInfo | None:
     """The entry of a folder of the run, or of the run's folder; None if it has none."""
     place = place_of(storage, folder)
@@ -158,10 +177,10 @@ def _folder_info(
             return None
         found: Judgement | None = Judgement(Verdict.UNREADABLE, error.message, error)
     else:
-        found = judge(storage, folder, depth=depth, references=references, mark=mark)
-        if found is not None and found.verdict is Verdict.LEFTOVER and MANIFEST_NAME in ours:
+        found = judged(folder, references=references)
+        if found is not None and found.is_unnamed and MANIFEST_NAME in ours:
             references = references_in(storage)  # removed meanwhile
-            found = judge(storage, folder, depth=depth, references=references, mark=mark)
+            found = judged(folder, references=references)
     if found is None:
         return None
     files, referenced = ours - {SETTLED_NAME, PINNED_NAME}, set(references.files(folder))
@@ -199,13 +218,11 @@ def _folder_info(
 
 
 def _bytes(place: Storage, found: Judgement, files: set[str], referenced: set[str]) -> int:
-    """Bytes of the tensors of a checkpoint; without a manifest, of its files."""
+    """Bytes of the tensors of a checkpoint; without a readable manifest, of its files."""
     if found.manifest is not None:
         return sum(map(tensor_bytes, found.manifest.tensors))
     if found.verdict is Verdict.REFERENCED:
         files = files & referenced
-    elif found.verdict is not Verdict.LEFTOVER:
-        return 0
     try:
         return sum(place.size(file) or 0 for file in files)
     except StorageError:
@@ -309,7 +326,8 @@ class RunWatch:
         Raises:
             StorageError: the storage cannot list the run. A step that cannot be read is "unreadable".
         """
-        infos = scan_run(self._storage)
+        there = now + self._clock_offset
+        infos = scan_run(self._storage, older_than=self._older_than, now=there)
         unnamed: dict[str, list[Leftover]] = {}
         for leftover in leftovers(self._storage, self._storage.modified):
             unnamed.setdefault(leftover.folder, []).append(leftover)
@@ -322,7 +340,7 @@ class RunWatch:
         self, info: StepInfo, unnamed: dict[str, list[Leftover]], newest: StepInfo | None, now: float
     ) -> Iterator[WatchedSave]:
         found = unnamed.get(info.name, [])
-        if info.status != Verdict.LEFTOVER or not found:
+        if not found or any(leftover.committed for leftover in found):
             stored = info.name, info.step, info.save.attempt, info.status, info.time, info.bytes
             yield WatchedSave(*stored, speed=None, share=None, note=_note(info))
         for leftover in found:
@@ -336,6 +354,9 @@ class RunWatch:
         note = "in the folder of a committed checkpoint" if leftover.committed else "no manifest"
         is_old = leftover.older_than(self._older_than, now + self._clock_offset)
         state = Verdict.LEFTOVER if is_old else Verdict.WRITING
+        if is_old and info.status == Verdict.REPAIRABLE and not leftover.committed:
+            state = judge_save(self._storage, info.name, leftover.attempt, is_recent=False)
+            note = info.reason or note
         if state is Verdict.WRITING:
             if key in self._before and now > self._before[key][0]:
                 since, before = self._before[key]

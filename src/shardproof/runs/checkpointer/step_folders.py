@@ -103,6 +103,13 @@ def parse_folder(name: str) -> StepFolder | None:
     return folder if folder.name == name else None
 
 
+class _InvalidStep(str):
+    """The text of an invalid step, which an error shows as the caller wrote it."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def parse_argument(step: Any, *, suspect: bool) -> tuple[Any, str]:
     """A step that a caller passes, and its folder. An invalid one becomes a text.
 
@@ -112,7 +119,7 @@ def parse_argument(step: Any, *, suspect: bool) -> tuple[Any, str]:
         number = operator.index(step)
         return (step if isinstance(step, bool) else number), StepFolder(number, suspect).name
     except (TypeError, ValueError):
-        return repr(step), "invalid-step"
+        return _InvalidStep(repr(step)), "invalid-step"
 
 
 def checked_step(step: Any) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
 
-from shardproof.engine.format import MANIFEST_NAME, read_index, references_in
+from shardproof.engine.format import MANIFEST_NAME, References, read_index, references_in
 from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
 from shardproof.runs.checkpointer.judge import Damage, Verdict, is_damage, judge
@@ -206,9 +206,7 @@ class StepSelection:
         for folder in folders:
             seal = seal_in(self._run.within(folder.name))
             if seal is None:
-                files = {*files_in(self._run.within(folder.name), folder.name)}
-                if files and not files.issubset(references().files(folder.name)):
-                    why = _NEVER_COMMITTED
+                if (why := self._never_committed(folder, references)) is not None:
                     passed.append(PassedOver(folder.step, why, False, folder.suspect, committed=False))
             elif is_settled(self._run, folder):
                 continue
@@ -235,6 +233,17 @@ class StepSelection:
                 path=self._run.location,
             )
         return Chosen(None, passed=passed)
+
+    def _never_committed(self, folder: StepFolder, references: Callable[[], References]) -> str | None:
+        """Why a folder without a manifest is no step; None if no file there is that of a save."""
+        if not files_in(self._run.within(folder.name), folder.name):
+            return None
+        found = judge(self._run, folder.name, references=references())
+        if found is None or found.verdict is Verdict.REFERENCED:
+            return None
+        if found.manifest is not None:
+            raise _RunChanged
+        return found.reason if found.verdict is Verdict.REPAIRABLE else _NEVER_COMMITTED
 
     def _fault_of(self, folder: StepFolder, seal: bytes, known: Sequence[PassedOver]) -> PassedOver | None:
         """As `why_unreadable`, for a step whose manifest had this seal before."""

@@ -397,6 +397,96 @@ def write_one(run: Path) -> Path:
     return run
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["ls"], ["inspect"], ["verify"], ["stats"], ["doctor"], ["prune"], ["watch", "--once"]),
+        *(["repair"], ["page", "-o", "x.html"], ["convert", "--to", "hf", "DST"], ["diff", "B"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_home_that_the_shell_did_not_expand_is_bad_usage(call: Any, ckpt: Path, words: list[str]) -> None:
+    command, *options = [str(ckpt) if word == "B" else word for word in words]
+    for path in ("~", "~/x", str(ckpt.parent / "~" / "x")):
+        code, _, err = call(command, path, *options)
+        whole = path.replace("~", "$HOME") if path[0] == "~" else "the whole path"
+        assert code == 2 and f"the shell did not expand ~: write {whole}, or leave out" in err
+    if command in ("ls", "doctor"):
+        (ckpt.parent / "~").mkdir()
+        assert call(command, ckpt.parent / "~")[0] == 2, "a folder of that name"
+    if command == "convert":
+        assert call("convert", ckpt, "~/x", *options[:2])[0] == 2
+    if command == "doctor":
+        assert call("doctor", ckpt.parent, "--second-tier", "~/x")[0] == 2
+
+
+def test_a_span_has_its_unit(call: Any, ckpt: Path) -> None:
+    run_folder = ckpt.parent
+    write(run_folder / "step-00000008", Sample(STATE, step=8), commit=False)
+    cut(run_folder / "step-00000008")
+    files = sorted(run_folder.rglob("*"))
+    for command in ("prune", "doctor", "watch"):
+        code, _, err = call(command, run_folder, "--older-than", "0")
+        assert code == 2 and "'0' is not a span of time with its unit; write 90s, 30m, 1h" in err
+    assert sorted(run_folder.rglob("*")) == files
+    assert call("ls", run_folder, "--mtbf", "12")[0] == 2
+    assert call("page", run_folder, "-o", "-", "--mtbf", "12")[0] == 2
+    for command, *option in (
+        ("ls", "--mtbf", "0s"),
+        ("page", "-o", "-", "--mtbf", "0h"),
+        ("watch", "--once", "--every", "0s"),
+    ):
+        code, _, err = call(command, run_folder, *option)
+        assert code == 2 and "it is more than 0" in err
+    assert call("prune", run_folder, "--older-than", "0s", "--yes")[0] == 0
+    assert not (run_folder / "step-00000008" / "shards").exists()
+
+
+def test_a_step_is_named_by_its_number_or_its_folder(call: Any, ckpt: Path) -> None:
+    run_folder, name = ckpt.parent, ckpt.name
+    write(run_folder / "step-00000009", Sample({"other": next(iter(STATE.values()))}, step=9))
+    assert f"{ckpt}, step 7" in call("verify", run_folder, name)[1]
+    assert call("inspect", run_folder, name)[1] == call("inspect", run_folder, 7)[1] != ""
+    assert call("stats", run_folder, name, "--json")[1] == call("stats", run_folder, 7, "--json")[1]
+    pages = [call("page", run_folder, step, "-o", "-", "--json")[:2] for step in (name, "7")]
+    assert pages[0][0] == pages[1][0] == 0
+    for command, *options in (("verify",), ("page", "-o", "-")):
+        code, _, err = call(command, run_folder, "abc", *options)
+        assert (
+            code == 2 and f"'abc' is no step of {run_folder}: give a number, or the name of its folder" in err
+        )
+        code, _, err = call(command, run_folder, "step-00000008", *options)
+        assert code == 2 and f"{run_folder} has no step step-00000008" in err
+
+
+def test_prune_shows_no_empty_columns(call: Any, ckpt: Path) -> None:
+    write(ckpt.parent / "step-00000009", Sample(STATE, step=9))
+    rows = call("prune", ckpt.parent, "--keep", 1, "--dry-run")[1].splitlines()
+    assert rows[0].split() == ["to", "remove", "what"]
+    write(ckpt.parent / "step-00000010", Sample(STATE, step=10), commit=False)
+    cut(ckpt.parent / "step-00000010")
+    rows = call("prune", ckpt.parent, "--keep", 1, "--older-than", "0s", "--dry-run")[1].splitlines()
+    assert rows[0].split() == ["to", "remove", "what", "size", "age"]
+    assert next(row for row in rows if row.startswith(ckpt.name)).split()[-2:] == ["-", "-"]
+
+
+def test_stats_refuses_a_cut_shard_file(call: Any, ckpt: Path) -> None:
+    cut(ckpt)
+    code, _, err = call("stats", ckpt)
+    assert code == 1 and "expected" in err and "shardproof verify" in err
+
+
+def test_a_key_that_does_not_exist_is_bad_usage(call: Any, ckpt: Path) -> None:
+    for words in (["nokey"], [next(iter(STATE)), "no*"]):
+        code, _, err = call("stats", ckpt, *words)
+        assert code == 2 and f"no tensor has a key like '{words[-1]}'" in err
+        assert call("stats", ckpt, *words, "--json")[0] == 2
+    for options in (["--include", "nokey"], ["--exclude", "nokey"], ["--rename", "nokey=x"]):
+        assert call("diff", ckpt, ckpt, *options)[0] == 2
+        assert call("convert", ckpt, ckpt.parent / "new", "--to", "safetensors", *options)[0] == 2
+    assert call("inspect", ckpt, "nokey")[0] == 2
+
+
 def test_ls(call: Any, ckpt: Path) -> None:
     run_folder = ckpt.parent
     write(run_folder / "step-00000008", Sample(STATE), commit=False)
@@ -409,7 +499,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
     assert committed.split()[:10] == [*cells, str(len(STATE)), "2"]
     assert size < files
     assert "committed" in committed
-    assert "leftover" in leftover
+    assert "writing" in leftover
     assert "no manifest" in leftover
     code, out, _ = call("ls", run_folder, "--json")
     report = json.loads(out)

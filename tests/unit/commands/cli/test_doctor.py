@@ -422,3 +422,47 @@ def test_checkpoints_in_folders_of_other_names_are_named_with_the_line_that_load
     assert sp.Checkpointer(run).restore(state) is None
     exec(note["fix"], {"sp": sp, "state": state})
     assert state["w"].tolist() == [2.0] * 4, "the newest"
+
+
+def test_a_checkpoint_beside_the_steps_of_a_run_is_named_with_its_remedy(call: Any, run_folder: Path) -> None:
+    write(run_folder, Sample(STATE, attempt="b2"))
+    code, kinds = findings(call, run_folder)
+    (warning,) = kinds.pop("beside steps")
+    assert (code, kinds) == (1, {})
+    assert (warning["severity"], warning["where"]) == ("warning", ".")
+    assert call("verify", run_folder, 3)[0] == 2
+    assert os.system(warning["fix"]) == 0
+    assert call("verify", run_folder / "checkpoint")[0] == call("verify", run_folder, 3)[0] == 0
+    assert findings(call, run_folder) == (0, {})
+
+
+def test_all_commands_have_one_verdict_on_a_save_without_its_manifest(call: Any, tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(run := tmp_path / "run", keep=sp.KeepAll())
+    for step in (1, 2):
+        checkpointer.save(step, {"w": torch.full((5,), float(step))}).result()
+    last = run / "step-00000002"
+    before = {file: file.read_bytes() for file in last.rglob("*.safetensors")}
+    (last / MANIFEST_NAME).unlink()
+
+    def verdicts() -> list[str]:
+        steps = json.loads(call("ls", run, "--json")[1])["checkpoints"]
+        saves = json.loads(call("watch", run, "--once", "--json")[1])["saves"]
+        passed = call("inspect", run)[2].partition("step-00000002: ")[2].partition(",")[0]
+        return [steps[-1]["status"], saves[-1]["state"], passed]
+
+    assert verdicts() == ["writing"] * 3
+    assert findings(call, run)[0] == 0, "a save may be in progress"
+    make_old(last)
+    assert verdicts() == ["repairable"] * 3
+    code, kinds = findings(call, run)
+    (error,) = kinds.pop("repairable")
+    assert (code, kinds, error["severity"], error["where"]) == (1, {}, "error", last.name)
+    plan = json.loads(call("prune", run, "--dry-run", "--json")[1])
+    assert plan["leftovers"] == [] and [one["folder"] for one in plan["complete"]] == [last.name]
+    restored = sp.Checkpointer(run).restore({"w": torch.zeros(5)})
+    assert restored == 1
+    assert "`shardproof repair` makes it a step, unless its save is" in restored.passed_over[0].reason
+    assert call(*error["fix"].split()[1:])[0] == 0
+    target = {"w": torch.zeros(5)}
+    assert sp.Checkpointer(run).restore(target) == 2 and target["w"].tolist() == [2.0] * 5
+    assert all(file.read_bytes() == data for file, data in before.items() if "shards" in file.parts)

@@ -121,7 +121,7 @@ def test_stats_measures_each_tensor_box_by_box(
     assert run(["stats", str(tmp_path), "model.b"]) == 1
     shown = capsys.readouterr().out.split()
     assert [word for word in shown if word.startswith("2^") or word == "1"][-4:] == ["2^0", "1", "2^1", "1"]
-    assert run(["stats", str(tmp_path), "modl"]) == 1
+    assert run(["stats", str(tmp_path), "modl"]) == 2
     assert "no tensor has a key like 'modl'" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,3 +135,24 @@ def test_the_error_for_an_object_that_is_no_plain_data_names_what_to_do(
         code, _, err = call("inspect", tmp_path / "run.pt", "--register", name)
         assert code == 2
         assert why in err
+
+
+@pytest.mark.parametrize("to", ["dcp", "fsdp_dtensor", "torch_dist", "torch"])
+def test_the_documented_diff_compares_all_tensors_of_an_optimizer(call: Any, tmp_path: Path, to: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    sp.save(tmp_path / "step", {"model": model, "optimizer": optimizer, "epoch": 3})
+    there = tmp_path / ("there.pt" if to == "torch" else "there")
+    tensors = sp.convert(tmp_path / "step", there, to=to).tensors
+    page = (Path(__file__).parents[4] / "docs" / "cli.md").read_text()
+    line = page.partition("shardproof diff runs/gpt/step-00001000 dcp ")[2].partition("\n```")[0]
+    options = shlex.split(line.replace("\\\n", ""))
+    assert call("diff", tmp_path / "step", there)[0] == 1
+    code, report, _ = call("diff", tmp_path / "step", there, *options)
+    assert (code, report["same"], report["same_tensors"], tensors) == (0, True, 8, 8)
+    with torch.no_grad():
+        optimizer.state[model.bias]["exp_avg"] += 1
+    sp.save(tmp_path / "other", {"model": model, "optimizer": optimizer, "epoch": 3})
+    assert call("diff", tmp_path / "other", there, *options)[0] == 1

@@ -49,7 +49,7 @@ def test_a_run_lists_committed_steps_and_why_others_are_not_committed(tmp_path: 
     assert [(info.name, info.step, info.status) for info in infos] == [
         ("step-00000003", 3, "committed"),
         ("step-00000020", 20, "committed"),
-        ("step-00000030", 30, "leftover"),
+        ("step-00000030", 30, "writing"),
         ("step-00000040", 40, "repairable"),
         ("step-00000050", 50, "damaged"),
         ("final", 60, "committed"),
@@ -65,7 +65,9 @@ def test_a_run_lists_committed_steps_and_why_others_are_not_committed(tmp_path: 
     )
     assert second.unnamed == 2
     assert "no manifest" in str(leftover.reason)
-    assert leftover.bytes > first.bytes
+    assert leftover.bytes == leftover.file_bytes > first.bytes
+    files = sum(file.stat().st_size for file in (tmp_path / "step-00000040").rglob("*.*"))
+    assert unreadable.file_bytes == files, "a damaged manifest does not hide the files"
     assert "shards/00000-a1.safetensors" in str(incomplete.reason)
     assert "cannot be repaired" in str(incomplete.reason)
     assert MANIFEST_NAME in str(unreadable.reason)

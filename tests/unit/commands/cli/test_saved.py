@@ -76,7 +76,7 @@ def test_a_run_from_save_to_prune(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "model.0.weight" in [value["key"] for value in report["values"]]
 
     (ten / MANIFEST_NAME).unlink()
-    assert answer(capsys, "ls", tmp_path)[1]["checkpoints"][0]["status"] == "leftover"
+    assert answer(capsys, "ls", tmp_path)[1]["checkpoints"][0]["status"] == "writing"
     assert answer(capsys, "repair", ten)[1]["repaired"] is True
     assert answer(capsys, "diff", ten, twenty)[0] == 0
 

@@ -20,7 +20,7 @@ import pytest
 from shardproof.engine.format import MANIFEST_NAME
 from shardproof.runs.checkpointer import RunWatch
 from shardproof.storage import LocalStorage
-from tests.unit.commands.cli.samples import SECONDS, Sample, write
+from tests.unit.commands.cli.samples import SECONDS, Sample, cut, write
 from tests.unit.commands.cli.test_commands import STATE, call, make_old
 
 __all__ = ["call"]
@@ -75,10 +75,12 @@ def _refused(real: Any, folder: str) -> Any:
 
 
 def test_once_prints_one_table(call: Any, tmp_path: Path) -> None:
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         write(tmp_path / f"step-0000000{step}", Sample(STATE, step=step))
     (tmp_path / "step-00000002" / MANIFEST_NAME).write_text("{}")
-    (tmp_path / "step-00000003" / MANIFEST_NAME).unlink()
+    for step in (3, 4):
+        (tmp_path / f"step-0000000{step}" / MANIFEST_NAME).unlink()
+    cut(tmp_path / "step-00000003")
     make_old(tmp_path)
     code, out, _ = call("watch", tmp_path, "--once")
     assert code == 0
@@ -87,9 +89,12 @@ def test_once_prints_one_table(call: Any, tmp_path: Path) -> None:
         ["1", "committed"],
         ["2", "repairable"],
         ["3", "leftover"],
+        ["4", "repairable"],
     ]
     report = json.loads(call("watch", tmp_path, "--once", "--json")[1])
-    assert [save["state"] for save in report["saves"]] == ["committed", "repairable", "leftover"]
+    states = [save["state"] for save in report["saves"]]
+    assert states == ["committed", "repairable", "leftover", "repairable"]
+    assert report["saves"][1]["bytes"] > report["saves"][0]["bytes"], "its files are there"
     assert call("watch", tmp_path, "--every", "0")[0] == 2
 
 

@@ -463,7 +463,7 @@ def test_commands(storage: MemoryStorage, tmpfs: Path, capsys: pytest.CaptureFix
     assert shardproof("memory", "--drop", f"{URL}/step-00000001")[0] == 2, "not the whole run"
     assert shardproof("memory", "--drop", "-x")[0] == 2
     assert shardproof("memory", "--drop", "run")[0] == 0
-    assert shardproof("memory", "--drop", "run")[0] == 1
+    assert shardproof("memory", "--drop", "run")[0] == 2, "a run that is not in memory is bad usage"
     assert shardproof("memory", "--json") == (0, "[]\n")
     write(storage, "a", b"1")
     assert shardproof("memory", "--drop", URL)[0] == 2, "a job uses it"

@@ -385,6 +385,19 @@ def test_a_full_disk_is_an_error_before_anything_is_written(
         sp.convert(source, tmp_path / "there", to="shardproof")
 
 
+def test_a_small_conversion_needs_little_space_and_an_error_names_all_of_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sp.convert(source, tmp_path / "there", to="shardproof", dry_run=True).bytes
+    free = 2 * size - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    needs = f"{free:,} bytes are free, .* needs {2 * size:,}: {size:,} for tensors and {size:,} for metadata"
+    with pytest.raises(StorageError, match=needs):
+        sp.convert(source, tmp_path / "there", to="shardproof")
+    free += 1
+    assert sp.convert(source, tmp_path / "there", to="shardproof").verified == size
+
+
 def test_a_second_conversion_to_one_destination_is_refused(source: Path, tmp_path: Path) -> None:
     from shardproof.formats.conversion.work_folder import WorkFolder
 

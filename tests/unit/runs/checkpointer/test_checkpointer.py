@@ -370,10 +370,36 @@ def test_the_folder_of_a_checkpoint_is_not_a_run(folder: str, tmp_path: Path) ->
 
 def test_a_run_may_have_a_checkpoint_beside_its_steps(tmp_path: Path) -> None:
     sp.Checkpointer(tmp_path).save(7, state(7)).result()
-    sp.save(tmp_path, state(9))
+    sp.save(tmp_path / "other", state(9))
+    for name in os.listdir(tmp_path / "other"):
+        (tmp_path / "other" / name).rename(tmp_path / name)
     checkpointer = sp.Checkpointer(tmp_path)
     assert checkpointer.restore(state(0)) == 7
     assert checkpointer.save(8, state(8)).result().step == 8
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_without_a_run_refuses_the_folder_of_a_run(overwrite: bool, tmp_path: Path) -> None:
+    sp.Checkpointer(tmp_path).save(7, state(7)).result()
+    (tmp_path / "step-00000008").mkdir()  # of a save that died
+    remedy = r"with step-00000007, .* Checkpointer\(.*\).save\(step, state\), or pass another folder"
+    with pytest.raises(sp.StructureError, match=remedy):
+        sp.save(tmp_path, state(9), overwrite=overwrite)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000008"]
+    (tmp_path / "step-00000007" / "manifest.json").unlink()
+    assert sp.save(tmp_path, state(9), overwrite=overwrite).tensors, "no step is committed"
+
+
+def test_a_save_without_a_run_looks_for_steps_with_one_listing(tmp_path: Path) -> None:
+    listings: list[str] = []
+
+    class Watched(LocalStorage):
+        def folders(self) -> list[str]:
+            listings.append(self.location)
+            return super().folders()
+
+    sp.save(Watched(tmp_path), state(9))
+    assert listings == [str(tmp_path)]
 
 
 def test_the_check_of_the_run_costs_no_request_of_a_later_save(tmp_path: Path) -> None:
@@ -414,7 +440,9 @@ def test_a_text_that_names_no_path_is_explained(step: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("step", [None, -1, True, 1.5, "3", 10**18])
 def test_an_invalid_step_is_refused(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(sp.StructureError, match="not an int from 0"):
+    with pytest.raises(
+        sp.StructureError, match=rf"^[^\"]*step is {re.escape(repr(step))}, not an int from 0"
+    ):
         sp.Checkpointer(tmp_path).save(step, state(1)).result()
     assert not any(tmp_path.iterdir())
 

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardproof.commands.cli.group import run as run_cli
 from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.runs.checkpointer.judge import Verdict, judge
 from shardproof.storage import LocalStorage
-from tests.unit.commands.cli.samples import Sample, write
+from tests.unit.commands.cli.samples import Sample, cut, write
 from tests.unit.commands.cli.test_commands import make_old
 
 STATE = {"w": np.arange(6, dtype=np.float32)}
@@ -325,4 +326,10 @@ def test_each_verdict(tmp_path: Path) -> None:
     index.write_bytes(index.read_bytes()[:-1] + bytes([index.read_bytes()[-1] ^ 1]))
     assert (verdict(2, "sizes"), verdict(2)) == (Verdict.COMMITTED, Verdict.REPAIRABLE)
     (save(tmp_path, 3) / MANIFEST_NAME).unlink()
+    assert verdict(3) is Verdict.REPAIRABLE
+    now = time.time()
+    found = [judge(run, "step-00000003", saves_since=lambda at=at: at) for at in (now - 60, now + 60)]
+    assert [one and one.verdict for one in found] == [Verdict.WRITING, Verdict.REPAIRABLE]
+    assert (one := judge(run, "step-00000003", plan_repairs=False)) and one.verdict is Verdict.LEFTOVER
+    cut(tmp_path / "step-00000003")
     assert verdict(3) is Verdict.LEFTOVER
