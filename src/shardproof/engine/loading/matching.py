@@ -96,14 +96,12 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """The keys in `per_rank` for which this rank gathers the values of ranks that do not load."""
     unused_excludes: tuple[str, ...] = ()
     """Patterns of `exclude` that match no key of this rank's target or of the checkpoint."""
-    unused_renames: dict[str, str] = {}
-    """Entries of `rename` whose key this rank's target does not have."""
+    unused_renames: dict[str, str] | None = None
+    """Entries of `rename` whose key this rank's target does not have; None without `rename`."""
     found: int = 0
     """Number of keys of this rank's target that the checkpoint has."""
     adapted: tuple[str, ...] = ()
     """Keys of the checkpoint that only load hooks of this rank's target get."""
-    wrapped: dict[str, str] = {}
-    """A rename that fits all missing keys to keys of the checkpoint with the prefix of a wrapper."""
     excludes_all: bool | None = None
     """True if `exclude` leaves no key of this rank's target; None without `exclude` or without keys."""
     narrowed: tuple[str, ...] = ()
@@ -276,10 +274,9 @@ def _report(
         tuple(binding.own),
         tuple(binding.gathered),
         tuple(unused_excludes),
-        unused_renames(options.rename, requested | binding.used) if options.rename else {},
+        unused_renames(options.rename, requested | binding.used) if options.rename else None,
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
         tuple(sorted(binding.adapted)),
-        {} if options.rename else _unwrapping(binding.missing, unexpected),
         not any(map(selects(options.include, options.exclude), requested))
         if options.exclude and requested
         else None,
@@ -391,14 +388,13 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
         _log.warning(
             "%s: cast= drops fractions and changes numbers that do not fit: %s", location, _first(narrowed)
         )
-    renames = dict(set.intersection(*(set(report.unused_renames.items()) for report in reports)))
+    renames = dict(set.intersection(*(set((report.unused_renames or {}).items()) for report in reports)))
     strict = reports[0].strict
     missing = sorted({key for report in reports for key in report.missing})
     mismatched = sorted({item for report in reports for item in report.mismatched})
     # A key is left over if no rank requests it. It is no mismatch if its part is absent on all ranks.
     leftover = set.intersection(*({*report.unexpected, *report.of_absent_parts} for report in reports))
     unexpected = sorted(leftover.intersection(key for report in reports for key in report.unexpected))
-    hints = [report.wrapped for report in reports if report.missing] or [{}]
     if mismatched or (strict and (missing or unexpected)):
         raise _mismatch(
             location,
@@ -406,7 +402,7 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
             unexpected if strict else [],
             mismatched,
             renames,
-            hints[0] if all(hint == hints[0] for hint in hints) else {},
+            _unwrapping(missing, unexpected) if reports[0].unused_renames is None else {},
         )
     if {report.excludes_all for report in reports} - {None} == {True}:
         raise StructureError(
