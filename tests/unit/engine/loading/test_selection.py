@@ -311,10 +311,13 @@ def test_other_keys_are_an_error_without_a_rename(tmp_path: Path) -> None:
         with pytest.raises(KeyMismatchError) as caught:
             sp.load(tmp_path / "other.pt", model)
         assert "rename" not in caught.value.message
-    shown = MatchReport("a", True, False, missing=("w",), wrapped={"": "module"})
-    for others, is_shown in (([], True), ([MatchReport("a", True, False, missing=("v",))], False)):
+    stored = ("module.w",)
+    shown = MatchReport("a", True, False, missing=("w",), unexpected=stored)
+    other = MatchReport("a", True, False, missing=("v",), unexpected=stored)
+    renaming = MatchReport("a", True, False, missing=("w",), unexpected=stored, unused_renames={})
+    for reports, is_shown in (([shown], True), ([shown, other], False), ([renaming], False)):
         with pytest.raises(KeyMismatchError) as caught:
-            agree("step", [shown, *others], list)
+            agree("step", reports, list)
         assert ("rename={'': 'module'}" in caught.value.message) is is_shown
 
 
