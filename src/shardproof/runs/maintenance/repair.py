@@ -27,7 +27,7 @@ from shardproof.engine.format import (
 )
 from shardproof.engine.geometry import BoxTable
 from shardproof.engine.planning import ChunkTable, chunk_table, prove_chunks
-from shardproof.engine.storage import Storage
+from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, StorageError, TilingError
 from shardproof.runs.maintenance.shard_files import FoundShard, VerifiedShard, find_shard, verify_shard
 
@@ -185,19 +185,23 @@ def _shards(
 
 def _found_shards(storage: Storage) -> tuple[dict[str, list[FoundShard]], list[str]]:
     """The shard files with a whole header, by attempt, and why others have none."""
-    attempts: dict[str, list[FoundShard]] = {}
-    unreadable: list[str] = []
-    for name in storage.list("shards"):
-        if not name.endswith(".safetensors"):
-            continue
+
+    def find(name: str) -> FoundShard | str:
         try:
-            shard = find_shard(storage, name)
+            return find_shard(storage, name)
         except (FormatError, StorageError) as error:
             if isinstance(error, StorageError) and not error.details.get("lost_link"):
                 raise
-            unreadable.append(error.message)
+            return error.message
+
+    attempts: dict[str, list[FoundShard]] = {}
+    unreadable: list[str] = []
+    names = [name for name in storage.list("shards") if name.endswith(".safetensors")]
+    for found in map_requests(storage, find, names):
+        if isinstance(found, str):
+            unreadable.append(found)
         else:
-            attempts.setdefault(shard.declared.attempt, []).append(shard)
+            attempts.setdefault(found.declared.attempt, []).append(found)
     return attempts, unreadable
 
 
