@@ -90,15 +90,19 @@ def test_with_fewer_ranks_the_values_of_the_others_are_not_loaded(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("answers", "rank"),
-    [([None, "rerun pending"], 1), (["rerun pending"] * 2, 0), ([False, "rerun pending"], 1)],
+    ("answers", "named"),
+    [
+        ([None, "rerun pending"], "rank 1: "),
+        (["rerun pending"] * 2, ""),
+        ([False, "rerun pending"], "rank 1: "),
+    ],
 )
 def test_a_rank_that_refuses_stops_all_ranks_before_anything_changes(
-    tmp_path: Path, answers: list[Any], rank: int
+    tmp_path: Path, answers: list[Any], named: str
 ) -> None:
     for outcome in run_ranks(2, _load, saved(tmp_path, 2), answers):
         kind, text, filled, seen = outcome.value
-        assert (kind, text) == ("StructureError", f"rank {rank}: rerun pending")
+        assert (kind, text) == ("StructureError", f"{named}rerun pending")
         assert (filled, seen) == (0, ("here", -1, [], 0))
 
 

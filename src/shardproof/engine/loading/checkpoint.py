@@ -468,7 +468,7 @@ class StoredTensor:
 
     def __dlpack_device__(self) -> tuple[Any, int]:
         """The device of `__dlpack__`: host memory."""
-        return torch.empty(0, device="cpu").__dlpack_device__()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").__dlpack_device__()
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
         """Basic slicing, as torch: integers, slices with positive steps, one ellipsis.

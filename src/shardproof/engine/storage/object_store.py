@@ -508,7 +508,8 @@ class ObjectStorage(Storage):
         # A refused write may follow an earlier attempt that the store carries out later.
         is_refused = doing in _READS and _REFUSED.search(str(error)) is not None
         unanswered = type(error).__name__ == "GenericError" and not is_refused
-        advice = _ADVICE.get(type(error).__name__, "")
+        kind = "PermissionDeniedError" if "403 Forbidden" in str(error) else type(error).__name__
+        advice = _ADVICE.get(kind, "")  # obstore has no class of its own for a refused listing
         if no_bucket:
             advice = "There is no such bucket: make it, or check the URL and the endpoint."
         elif unanswered:
