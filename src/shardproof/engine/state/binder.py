@@ -61,6 +61,9 @@ class Binder(Visitor[BindHandler]):
 
         `stored_keys` maps the new key of a tensor to its key in the checkpoint.
         """
+        old = self.catalogue
+        replaced = (old.tensors.keys() | old.objects.keys()).difference(catalogue.tensors, catalogue.objects)
+        self.binding.used.update(replaced)  # under their new keys
         self.binding.catalogue = catalogue
         self.binding.stored_keys.update(stored_keys)
         self._sorted = []
@@ -294,7 +297,7 @@ class Binder(Visitor[BindHandler]):
         if self.strict:
             self.binding.used.update(below)
             self.mismatch(key, expected, found)
-        elif self.rank == 0:
+        else:  # on each rank: others may have no such object, or know how its keys are nested
             _log.warning("%s is left as it is: expected %s, found %s", key, expected, found)
         return self.strict
 

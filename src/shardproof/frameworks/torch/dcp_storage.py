@@ -231,10 +231,14 @@ def _own_number() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def _numbers(plans: Sequence[SavePlan] | Sequence[LoadPlan]) -> tuple[int, ...] | None:
     """The numbers of the ranks of plans; None for all ranks of the group, or if a planner drops them."""
     numbers = tuple(plan.storage_data for plan in plans)
-    is_group = len(plans) > 1 and len(plans) < dist.get_world_size()
+    is_group = 1 < len(plans) < _world_size()
     return numbers if is_group and None not in numbers else None
 
 
@@ -385,7 +389,9 @@ class ShardproofReader(StorageReader):
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         flat = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         filled = {item.dest_index.fqn for item in tensors}
-        refuse_parts({key: flat[key] for key in filled & flat.keys()}, *plan.storage_data)
+        together = plan.storage_data  # a planner, or a class that derives from this one, may drop it
+        world_size, ranks = together if isinstance(together, tuple) else (_world_size(), None)
+        refuse_parts({key: flat[key] for key in filled & flat.keys()}, world_size, ranks)
         for batch in _batches(checkpoint, tensors):
             boxes = [(item.storage_index.fqn, item.storage_offsets, item.lengths) for item in batch]
             for item, values in zip(batch, checkpoint.read_boxes(boxes), strict=True):

@@ -330,3 +330,20 @@ def test_an_empty_stored_key_is_an_error_that_names_the_target(tmp_path: Path) -
         sp.load(tmp_path / "sd.pt", {"model": model}, rename={"model": ""})
     sp.load(tmp_path / "sd.pt", model)
     assert torch.equal(model.weight, saved.weight)
+
+
+def test_a_rename_of_the_parts_of_an_optimizer_in_the_form_of_torch_is_used(tmp_path: Path) -> None:
+    """The load reads them under the names of parameters."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, target = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    halves = optimizer.state_dict()
+    torch.save(
+        {"model": model.state_dict(), "slots": halves["state"], "groups": halves["param_groups"]},
+        tmp_path / "last.pt",
+    )
+    rename = {"optimizer.state": "slots", "optimizer.param_groups": "groups"}
+    sp.load(tmp_path / "last.pt", {"model": model, "optimizer": target}, rename=rename)
+    for parameter in model.parameters():
+        assert torch.equal(target.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardproof as sp
+from shardproof.engine.state import Catalogue, bind
 from shardproof.errors import CorruptChunkError, KeyMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -245,3 +246,24 @@ def test_a_dict_that_the_state_of_an_object_does_not_fit_names_the_object(
     loader = Loader(0)
     sp.load(tmp_path / "objects", {"loader": loader}, include="loader")
     assert repr(loader.state) == repr(Loader(3).state)
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_the_counts_of_a_schedule_are_replaced_and_not_added(writer: str, tmp_path: Path) -> None:
+    def schedule() -> torch.optim.lr_scheduler.MultiStepLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5])
+
+    saved, target = schedule(), schedule()
+    sp.load(WRITERS[writer](tmp_path, {"scheduler": saved}), {"scheduler": target})
+    assert target.milestones == saved.milestones == {3: 1, 5: 2}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_warns_of_an_object_that_stays_as_it_is(
+    rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another rank may have no such object."""
+    stored = Catalogue({}, {}, {"loader.a.0": 1}, 2)
+    bind({"loader": Bare()}, stored, rank=rank, world_size=2, strict=False)
+    assert "loader is left as it is" in caplog.text

@@ -608,3 +608,28 @@ def test_a_launcher_without_a_store_is_an_error_and_not_one_rank(
             call({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step", no_dist=True)
     assert sp.open(tmp_path / "step").keys() == ["w"]
+
+
+class PlansWithoutData(torch_dcp.DefaultLoadPlanner):
+    """A planner of a user that makes its plans again."""
+
+    def finish_plan(self, new_plan: torch_dcp.LoadPlan) -> torch_dcp.LoadPlan:
+        return torch_dcp.LoadPlan(new_plan.items)
+
+
+class OwnPlans(dcp.ShardproofReader):
+    """A reader of a user, which changes no plan of all ranks."""
+
+    def prepare_global_plan(self, plans: list[torch_dcp.LoadPlan]) -> list[torch_dcp.LoadPlan]:
+        return plans
+
+
+def test_plans_that_lost_the_numbers_of_ranks_are_read(tmp_path: Path) -> None:
+    sp.save(tmp_path, {"w": torch.ones(2)})
+    for reader, planner in (
+        (dcp.ShardproofReader(tmp_path), PlansWithoutData()),
+        (OwnPlans(tmp_path), torch_dcp.DefaultLoadPlanner()),
+    ):
+        state = {"w": torch.zeros(2)}
+        torch_dcp.load(state, storage_reader=reader, planner=planner)
+        assert state["w"].tolist() == [1, 1]

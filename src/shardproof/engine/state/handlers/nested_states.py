@@ -121,7 +121,8 @@ class NestedState:
 
         def build() -> dict[Any, Any]:
             made = copy.copy(like) if isinstance(like, dict) else {}
-            made.update({name: part() for name, part in parts.items()})
+            for name, part in parts.items():
+                made[name] = part()  # `Counter.update` adds
             return made
 
         return build
