@@ -234,6 +234,12 @@ def test_layers_within_layers_have_all_numbers_of_the_model() -> None:
         "0.4.1.up.0.weight",
     ):
         assert collect({key: value[:1]}).tensors, key
+    inner = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
+    deep = torch.nn.ModuleList([torch.nn.ModuleList([torch.nn.ReLU(), inner])])
+    layouts.experts.sequential(inner, first=0, total=2)
+    layouts.layers(deep, 1)
+    with pytest.raises(StructureError, match=r"^0\.1\.moe\.0\.up "):  # the 1 is no layer's number
+        collect({"0.1.moe.0.up": inner[0].weight.detach()})
 
 
 def test_keys_with_the_numbers_may_have_other_names() -> None:
@@ -257,7 +263,7 @@ def test_keys_with_the_numbers_may_have_other_names() -> None:
         ("model.layers.1._orig_mod.attn.1.weight", value),
         ("model.layers.1._checkpoint_wrapped_module.attn.1.weight", value),
         ("optimizer.layers.1.self_attn.q_proj.weight.exp_avg", slot),
-        ("exp_avg.layers.1.attn.1.weight", slot),
+        ("exp_avg.layers.1._orig_mod.attn.1.weight", slot),
         ("layers.4.mlp.w2", expert),
         ("layers.4.mlp.experts.2.up.weight", expert),
     ):
