@@ -163,3 +163,37 @@ def test_replicas_and_dtensors_are_saved(tmp_path: Path) -> None:
     for number in range(2):
         with sp.open(tmp_path / f"alone-{number}") as checkpoint:
             assert torch.equal(checkpoint["model.fc.weight"].read()[:2], GATE[2 * number : 2 * number + 2])
+
+
+def saved_under_other_names(folder: str) -> str:
+    """Saves the layer of this rank under keys with its number in the model; the error for the stage's own."""
+    with process_group():
+        stage = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])})
+        with torch.no_grad():
+            stage["layers"][0].weight.fill_(rank() + 1)  # type: ignore[index]
+        layouts.layers(stage["layers"], rank())  # type: ignore[arg-type]
+        value = stage.state_dict()["layers.0.weight"]
+        at = f"model.layers.{rank()}"
+        state = {
+            f"{at}.self_attn.q_proj.weight": value,
+            f"{at}.attn.q.weight": value[:1],
+            f"{at}._orig_mod.weight": value,
+            f"{at}._checkpoint_wrapped_module.weight": value,
+        }
+        sp.save(f"{folder}/a", state)
+        torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(f"{folder}/b"))
+        value.zero_()
+        sp.load(f"{folder}/a", state)
+        assert bool((value == rank() + 1).all())
+        return message_of(sp.save, f"{folder}/c", {"model.layers.0.self_attn.q_proj.weight": value})
+
+
+def test_other_names_with_the_numbers_of_the_model_are_saved(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, saved_under_other_names, str(tmp_path), timeout=100):
+        assert "model.layers.0.self_attn.q_proj.weight is this rank's part of a model" in outcome.value
+    for name in "ab":
+        with sp.open(tmp_path / name) as checkpoint:
+            assert len(checkpoint) == 8
+            for number in range(2):
+                for end in ("self_attn.q_proj.weight", "attn.q.weight"):
+                    assert bool((checkpoint[f"model.layers.{number}.{end}"].read() == number + 1).all())

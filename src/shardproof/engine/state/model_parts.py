@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardproof.engine.state.dtensor import is_dtensor, local_tensor
 from shardproof.engine.state.layout import has_parts
-from shardproof.engine.state.module_names import NamedModule, clean_name, declared_parts
+from shardproof.engine.state.module_names import NamedModule, Numbers, clean_name, declared_parts
 from shardproof.engine.state.tensors import memory_range
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
@@ -260,18 +260,20 @@ class _PartOfModel:
     """None if `shardproof.layouts` declares the part."""
     layer: int | None = None
     """Number in the model of the layer that has the tensor; None if ranks divide the tensor itself."""
-    name: str | None = None
-    """Name of a parameter in this layer; None for the state of an optimizer."""
-    end: str | None = None
-    """With a declared number, what the key of the tensor contains if it has the model's numbers."""
+    name: str = ""
+    """Name of the parameter in this layer."""
+    numbers: Numbers | None = None
+    """Declared numbers of the layers and experts that have the tensor; None as for `layer`."""
+    is_slot: bool = False
+    """True for the state of an optimizer."""
 
     def is_refused_as(self, key: str, is_placed: bool) -> bool:
         """False for a key with the model's numbers, and for a tensor with its declared layout."""
-        if self.end is not None:
-            return f".{self.end}." not in f".{key}."
+        if self.numbers is not None:
+            return not self.numbers.are_in(key, self.is_slot)
         if self.layer is None:
             return not is_placed
-        if self.name is None:
+        if self.is_slot:
             return f".layers.{self.layer}." not in f".{key}."
         return _has_other_number(key.removesuffix(f".{self.name}"), self.layer)
 
@@ -298,8 +300,8 @@ def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
         if id(root) in children:
             continue
         parts = _parts_below(root)
-        for tensor, end in declared_parts(parts) if parallel.is_declared else ():
-            add(tensor, None, end=end)
+        for tensor, numbers in declared_parts(parts) if parallel.is_declared else ():
+            add(tensor, None, numbers=numbers)
         for _, parameter, way in _divided(parts, _parameters(parts), parallel):
             add(parameter, way)
         if parallel.pipeline is not None:
@@ -316,7 +318,7 @@ def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
             for slot in dict.values(slots) if isinstance(slots, dict) else ():
                 if isinstance(slot, torch.Tensor) and slot.dim() and (at := memory_range(local_tensor(slot))):
                     parts_of = of_tensor.get(id(parameter), ())
-                    found += [replace(part, memory=at, name=None) for part in parts_of]
+                    found += [replace(part, memory=at, is_slot=True) for part in parts_of]
     return found
 
 

@@ -91,24 +91,63 @@ def clean_name(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers in the model of the layers and experts that have a tensor."""
+
+    end: str
+    """End of the tensor's name in the model, from the first number on that differs in the module."""
+    model: tuple[frozenset[str], ...]
+    """The declared numbers, each in the forms that a segment of a key may have."""
+    local: str
+    """The numbers in the tensor's name in the module, with dots, from the first declared one on."""
+
+    def are_in(self, key: str, is_slot: bool) -> bool:
+        """True if a key has these numbers in their order, whatever the names between them are.
+
+        The numbers in the module do not count, nor does the position of a tensor in a list or optimizer.
+
+        Args:
+            key: the key.
+            is_slot: True for the state of an optimizer.
+
+        >>> numbers = Numbers("2.mlp.1.weight", (frozenset({"2"}),), "0.1")
+        >>> keys = "layers.2.up.weight", "layers.0.mlp.1.weight", "list.2"
+        >>> [numbers.are_in(key, False) for key in keys]
+        [True, False, False]
+        """
+        name = clean_name(key)
+        if f".{self.end}." in f".{name}.":
+            return True
+        segments = name.split(".")
+        while segments and segments[-1].isdecimal():
+            segments.pop()
+        if is_slot and "".join(segments[-2:-1]).isdecimal():  # such as state.0.exp_avg
+            return False
+        forms = frozenset[str]().union(*self.model)
+        found = ".".join(item for item in segments if item.isdecimal() or item in forms)
+        left = iter(f".{found}.".replace(f".{self.local}.", ".", 1).split("."))
+        return all(any(item in number for item in left) for number in self.model)
+
+
 def declared_parts(
     parts: Sequence[tuple[str, torch.nn.Module]],
-) -> Iterator[tuple[torch.Tensor, str | None]]:
+) -> Iterator[tuple[torch.Tensor, Numbers | None]]:
     """The tensors whose names in a ``state_dict()`` are those of other tensors on other ranks.
 
     Args:
         parts: path and module of a module and all below it, each once.
 
     Yields:
-        The tensor, and how its key ends if the key has the model's numbers of layers and experts. None if
-        ranks divide the tensor itself, so that its name does not tell the part.
+        The tensor, and its numbers in the model. None if ranks divide the tensor itself, so that its name
+        does not tell the part.
 
     >>> stage = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False)])
     >>> rename(stage[0], "6")
-    >>> [end for _, end in declared_parts([*stage.named_modules()])]
+    >>> [numbers.end for _, numbers in declared_parts([*stage.named_modules()])]
     ['6.weight']
     """
-    numbers = {
+    declared_numbers = {
         clean_name(path): number
         for path, part in parts
         if (number := part.__dict__.get(_EXPERT, part.__dict__.get(_SEGMENT, ""))).isdecimal()
@@ -116,7 +155,7 @@ def declared_parts(
     for path, part in parts:
         attributes = part.__dict__
         layouts = attributes.get(LAYOUTS, {})
-        if not layouts and not numbers:
+        if not layouts and not declared_numbers:
             continue
         tensors = {**attributes.get("_buffers", {}), **attributes.get("_parameters", {})}
         for name in tensors.keys() - attributes.get("_non_persistent_buffers_set", ()):
@@ -125,18 +164,34 @@ def declared_parts(
                 continue
             if layout is not None and is_divided(layout):
                 yield tensors[name], None
-                continue
-            own = ["", *clean_name(_under(path, name)).split(".")]  # the root may have a number, too
-            above = accumulate(own[1:], _under, initial="")
-            end = [
-                item if item.strip("0123456789") else numbers.get(at, item)
-                for at, item in zip(above, own, strict=True)
-            ]
-            if layout is not None and layout.name and (expert := expert_of(layout)) is not None:
-                end[-1] = f"{layout.name}{expert}"
-            if end != own:
-                first = [item == model for item, model in zip(own, end, strict=True)].index(False)
-                yield tensors[name], ".".join(end[first:])
+            elif numbers := _numbers(clean_name(_under(path, name)), layout, declared_numbers):
+                yield tensors[name], numbers
+
+
+def _numbers(name: str, layout: Layout | None, declared_numbers: Mapping[str, str]) -> Numbers | None:
+    """The numbers of a tensor; None if it has those in the module.
+
+    Args:
+        name: clean name of the tensor in the module.
+        layout: its declared layout.
+        declared_numbers: numbers of layers and experts, by clean path.
+    """
+    own = ["", *name.split(".")]  # the root may have a number, too
+    above = accumulate(own[1:], _under, initial="")
+    model: dict[int, frozenset[str]] = {}
+    end = own.copy()
+    for place, (at, item) in enumerate(zip(above, own, strict=True)):
+        if at in declared_numbers and not item.strip("0123456789"):
+            end[place] = declared_numbers[at]
+            model[place] = frozenset({end[place]})
+    if layout is not None and layout.name and (expert := expert_of(layout)) is not None:
+        end[-1] = f"{layout.name}{expert}"
+        model[len(own) - 1] = frozenset({end[-1], str(expert)})
+    if end == own:
+        return None
+    first = [item == other for item, other in zip(own, end, strict=True)].index(False)
+    local = ".".join(item for item in own[min(model) :] if item.isdecimal())
+    return Numbers(".".join(end[first:]), tuple(model.values()), local)
 
 
 class NamedModule:

@@ -221,6 +221,68 @@ def test_layers_within_layers_have_all_numbers_of_the_model() -> None:
         with pytest.raises(StructureError, match=f"^{key} "):
             collect({key: value})
     assert collect({"4.experts.1.weight": value}).tensors
+    for key in (
+        "layers.0.mlp.experts.1.up.weight",
+        "layers.4.mlp.experts.0.up.weight",
+        "layers.1.up.4.weight",
+    ):
+        with pytest.raises(StructureError, match=f"^{key} "):
+            collect({key: value})
+    for key in (
+        "layers.4.mlp.experts.1.up.weight",
+        "layers.4._orig_mod.experts.1.weight",
+        "0.4.1.up.0.weight",
+    ):
+        assert collect({key: value[:1]}).tensors, key
+    inner = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
+    deep = torch.nn.ModuleList([torch.nn.ModuleList([torch.nn.ReLU(), inner])])
+    layouts.experts.sequential(inner, first=0, total=2)
+    layouts.layers(deep, 1)
+    with pytest.raises(StructureError, match=r"^0\.1\.moe\.0\.up "):  # the 1 is no layer's number
+        collect({"0.1.moe.0.up": inner[0].weight.detach()})
+
+
+def test_keys_with_the_numbers_may_have_other_names() -> None:
+    """Those of another library, of a view, and of wrappers. Its own numbers and positions are refused."""
+    stage = torch.nn.ModuleList([torch.nn.ModuleDict({"attn": torch.nn.Sequential(torch.nn.Linear(2, 2))})])
+    stage[0]["attn"].insert(0, torch.nn.ReLU())  # type: ignore[index, union-attr]
+    layouts.layers(stage, 1)
+    names = torch.nn.ModuleList([torch.nn.Module()])
+    names[0].w0 = torch.nn.Parameter(torch.ones(2))
+    layouts.experts.numbered(names[0], "w", first=2, total=4)
+    layouts.layers(names, 4)
+    value, expert = stage[0]["attn"][1].weight.detach(), names[0].w0.detach()  # type: ignore[index, union-attr]
+    optimizer = stepped(stage.parameters())
+    slot = optimizer.state[stage[0]["attn"][1].weight]["exp_avg"]  # type: ignore[index, union-attr]
+    for allowed, tensor in (
+        ("model.layers.1.self_attn.q_proj.weight", value),
+        ("model.layers.1.attn.1.q.weight", value[:1]),
+        ("model.layers.1.experts.0.weight", value[0]),
+        ("model.layers.1.rows.0", value[0]),
+        ("model.0.layers.1.attn.1.q.weight", value),
+        ("model.layers.1._orig_mod.attn.1.weight", value),
+        ("model.layers.1._checkpoint_wrapped_module.attn.1.weight", value),
+        ("optimizer.layers.1.self_attn.q_proj.weight.exp_avg", slot),
+        ("exp_avg.layers.1._orig_mod.attn.1.weight", slot),
+        ("layers.4.mlp.w2", expert),
+        ("layers.4.mlp.experts.2.up.weight", expert),
+    ):
+        assert collect({allowed: tensor}).tensors, allowed
+    for refused, tensor in (
+        ("optimizer.layers.0.attn.1.weight.exp_avg", slot),
+        ("model.layers.0.self_attn.q_proj.weight", value),
+        ("model.layers.0.attn.1.weight", value),
+        ("model.layers.0.attn.1.q.weight", value[:1]),
+        ("model.layers.0._orig_mod.attn.1.weight", value),
+        ("model.attn.weight", value),
+        ("weights.1", value),
+        ("groups.1.0", value),
+        ("optimizers.1.state.1.exp_avg", slot),
+        ("layers.4.mlp.w0", expert),
+        ("layers.4.mlp.experts.0.up.weight", expert),
+    ):
+        with pytest.raises(StructureError, match=f"^{refused} "):
+            collect({refused: tensor})
 
 
 @pytest.mark.parametrize("stacked", [False, True])
