@@ -29,7 +29,7 @@ from shardproof.runs.checkpointer.retention import (
     remove_leftover,
     times_of,
 )
-from shardproof.runs.checkpointer.scan import StepInfo, scan_run
+from shardproof.runs.checkpointer.scan import StepInfo, scan_folders
 from shardproof.runs.checkpointer.step_folders import (
     attempt_of,
     files_in,
@@ -164,7 +164,7 @@ def plan_prune(
         storage, leftovers(storage, modified, references), now - older_than
     )
     bare = _bare(found)
-    infos = scan_run(storage, depth="metadata", older_than=older_than, now=now, unplanned=bare)
+    infos = scan_folders(storage, bare, depth="metadata", older_than=older_than, now=now)
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     recent_uploads = tuple(upload for upload in uploads if upload not in dead)
     steps = {step: info for info in infos if (step := parse_step(info.name)) is not None}

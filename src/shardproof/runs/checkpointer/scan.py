@@ -124,12 +124,7 @@ class StepInfo:
 
 
 def scan_run(
-    storage: Storage,
-    *,
-    depth: Depth = "sizes",
-    older_than: float = _DEAD_SAVE,
-    now: float | None = None,
-    unplanned: Collection[str] = (),
+    storage: Storage, *, depth: Depth = "sizes", older_than: float = _DEAD_SAVE, now: float | None = None
 ) -> list[StepInfo]:
     """Every checkpoint and every leftover in a run's folder, oldest step first.
 
@@ -139,8 +134,6 @@ def scan_run(
         older_than: seconds. Files without a manifest count as a save under way if their last write is
             younger.
         now: Unix seconds, by the clock that dates the files. None: that of the storage, or of this machine.
-        unplanned: folders without a manifest, whose saves the caller judges one by one. They count as
-            leftovers, and no file in them is read.
 
     Returns:
         One entry for each folder named ``step-...`` or ``suspect-...`` that has a file of shardproof, or that
@@ -148,6 +141,16 @@ def scan_run(
 
     Raises:
         StorageError: the storage cannot list the run.
+    """
+    return scan_folders(storage, (), depth=depth, older_than=older_than, now=now)
+
+
+def scan_folders(
+    storage: Storage, unplanned: Collection[str], *, depth: Depth, older_than: float, now: float | None
+) -> list[StepInfo]:
+    """As `scan_run`. The folders `unplanned` have no manifest, and the caller judges their saves one by one.
+
+    They count as leftovers, and no file in them is read.
     """
     references = references_in(storage)
     mark = read_node_mark(storage)
@@ -348,7 +351,7 @@ class RunWatch:
         self._dead = {name: known for name, known in self._dead.items() if known[0] == unnamed.get(name)}
         writing = (one for found in unnamed.values() for one in found if self._is_writing(one, now))
         unplanned = {one.folder for one in writing if not one.committed} | self._dead.keys()
-        infos = scan_run(self._storage, older_than=self._older_than, now=there, unplanned=unplanned)
+        infos = scan_folders(self._storage, unplanned, depth="sizes", older_than=self._older_than, now=there)
         newest = next((info for info in reversed(infos) if info.is_step), None)
         saves = [save for info in infos for save in self._of_folder(info, unnamed, newest, now)]
         self._before = {save.key: (now, save.bytes) for save in saves if save.state == Verdict.WRITING}
