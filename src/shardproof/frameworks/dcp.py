@@ -27,7 +27,7 @@ from shardproof._utils.humanize import listed
 from shardproof.engine.foreign import Foreign, foreign_of
 from shardproof.engine.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.engine.rendezvous import LocalRendezvous, Rendezvous, connect
-from shardproof.engine.saving import SaveRequest
+from shardproof.engine.saving import SaveRequest, refuse_run
 from shardproof.engine.state import NamedModule, Place, refuse_collective, refuse_divided
 from shardproof.engine.storage import LocalStorage
 from shardproof.errors import KeyMismatchError, StructureError
@@ -289,9 +289,15 @@ def _at(storage: LocalStorage, writer: ShardproofWriter | None) -> dict[str, Any
     or remove the folder at once.
     """
     overwrite = writer is None or writer.overwrite
+
+    def check_place() -> None:
+        refuse_run(storage)
+        if not overwrite:
+            refuse_checkpoint_of_torch(storage)
+
     return {
         "overwrite": overwrite,
-        "check_place": None if overwrite else partial(refuse_checkpoint_of_torch, storage),
+        "check_place": check_place,
         "on_commit": partial(mark_as_committed, storage),
     }
 

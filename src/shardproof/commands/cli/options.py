@@ -285,8 +285,9 @@ def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tu
     for name in reversed(steps):
         if (found := judge(storage, name, mark=mark, saves_since=since)) is None:
             continue
-        if found.verdict is Verdict.UNREADABLE and found.error is not None:
-            raise found.error
+        is_unreadable = found.verdict is Verdict.UNREADABLE
+        if is_unreadable and found.error is not None and storage.size(f"{name}/{MANIFEST}") is not None:
+            raise found.error  # a restore passes over a folder without a manifest
         if found.verdict in (Verdict.COMMITTED, Verdict.PARTIAL):
             for line in () if quiet else (*passed, f"{name}: the newest step that can be restored"):
                 click.echo(printable(line), err=True)

@@ -247,13 +247,24 @@ def _referring_manifest(place: tuple[str, Storage]) -> Manifest | Literal["no re
 def newest_step(run: Storage) -> str | None:
     """The folder of the step with the highest number and a manifest; None if the folder is not that of a run.
 
+    A dangling link is no step.
+
     Raises:
-        StorageError: the storage cannot list the folder.
+        StorageError: the storage cannot list the folder, or look for a manifest.
     """
+
+    def has_manifest(name: str) -> bool:
+        try:
+            return run.within(name).size(MANIFEST_NAME) is not None
+        except StorageError as error:
+            if error.details.get("lost_link"):
+                return False
+            raise
+
     matches = [match for name in run.folders() if (match := STEP_FOLDER.fullmatch(name)) is not None]
     steps = sorted((int(match[2]), match[0]) for match in matches if match[1] == "step")
     newest_first = [name for _, name in reversed(steps)]
-    return next((name for name in newest_first if run.within(name).size(MANIFEST_NAME) is not None), None)
+    return next(filter(has_manifest, newest_first), None)
 
 
 def references_in(run: Storage, *, without: Collection[str] = ()) -> References:

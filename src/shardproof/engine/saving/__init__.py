@@ -18,7 +18,7 @@ from shardproof.engine.saving.commit import Unconfirmed as Unconfirmed
 from shardproof.engine.saving.messages import Attempt, Divergence, SaveResult
 from shardproof.engine.saving.replica_check import CheckReplicas
 from shardproof.engine.saving.save_request import SaveRequest as SaveRequest
-from shardproof.engine.saving.save_request import refuse_run
+from shardproof.engine.saving.save_request import refuse_run as refuse_run
 from shardproof.engine.saving.saver import Saver, WhenBusy
 from shardproof.engine.state import open_all
 from shardproof.engine.storage import Location, check_location, storage_at

@@ -58,6 +58,7 @@ from shardproof.engine.format import (
 from shardproof.engine.geometry import BoxTable
 from shardproof.engine.loading import Checkpoint, open_storage
 from shardproof.engine.planning import chunk_table, prove_chunks
+from shardproof.engine.saving import refuse_run
 from shardproof.engine.state import references
 from shardproof.engine.storage import LocalStorage, Storage
 from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
@@ -160,7 +161,9 @@ class ShardproofWriter(StorageWriter):
 
         Raises:
             AlreadyCommittedError: a checkpoint is committed here, and `overwrite` is False.
+            StructureError: the folder is that of a run with committed steps.
         """
+        refuse_run(LocalStorage(self.path))
         if not self.overwrite:
             self._check_unused(LocalStorage(self.path))
         self._attempt, self._time = uuid4().hex, time.time()

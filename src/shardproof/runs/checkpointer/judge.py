@@ -455,7 +455,7 @@ def _is_written_since(
 ) -> bool:
     """True if a file was written to since; False, too, if the storage does not tell the times."""
     try:
-        times = times_of(run.modified, [f"{folder}/{file}" for file in files])
+        times = times_of(run, run.modified, [f"{folder}/{file}" for file in files])
         return max(times, default=0.0) > saves_since()
     except StorageError:
         return False

@@ -29,7 +29,7 @@ from shardproof.runs.checkpointer.retention import (
     remove_leftover,
     times_of,
 )
-from shardproof.runs.checkpointer.scan import StepInfo, scan_run
+from shardproof.runs.checkpointer.scan import StepInfo, scan_folders
 from shardproof.runs.checkpointer.step_folders import (
     attempt_of,
     files_in,
@@ -163,7 +163,8 @@ def plan_prune(
     found, uploads, uploads_fault = _with_uploads(
         storage, leftovers(storage, modified, references), now - older_than
     )
-    infos = scan_run(storage, depth="metadata", older_than=older_than, now=now)
+    bare = _bare(found)
+    infos = scan_folders(storage, bare, depth="metadata", older_than=older_than, now=now)
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     recent_uploads = tuple(upload for upload in uploads if upload not in dead)
     steps = {step: info for info in infos if (step := parse_step(info.name)) is not None}
@@ -175,7 +176,8 @@ def plan_prune(
     busy = {one.folder for one in saves[Verdict.WRITING]} | {_folder_of(upload) for upload in recent_uploads}
 
     def is_lost(folder: str) -> bool:
-        times = times_of(modified, [f"{folder}/{file}" for file in files_in(storage.within(folder), folder)])
+        names = [f"{folder}/{file}" for file in files_in(storage.within(folder), folder)]
+        times = times_of(storage, modified, names)
         return bool(times) and now - max(times) >= older_than  # an unfinished copy looks like a damaged step
 
     fate_of = _Fates(
@@ -185,7 +187,7 @@ def plan_prune(
         busy=busy,
         after=after,
         is_lost=is_lost if damaged and committed else None,
-        bare=_bare(found),
+        bare=bare,
     )
     fates = {info.name: fate_of(info) for info in infos}
     folders = {fate: tuple(name for name, found in fates.items() if found is fate) for fate in Fate}

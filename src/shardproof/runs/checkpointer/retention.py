@@ -478,8 +478,8 @@ def _leftovers_in(
             by_attempt.setdefault(attempt, []).append(file)
     found = []
     for attempt, group in sorted(by_attempt.items()):
-        newest = max(times_of(modified, [f"{folder}/{file}" for file in group]), default=None)
-        total = sum(_size(place, file) for file in group)
+        newest = max(times_of(storage, modified, [f"{folder}/{file}" for file in group]), default=None)
+        total = sum(map_requests(place, partial(_size, place), group))
         found.append(Leftover(folder, attempt, tuple(group), total, newest, MANIFEST_NAME in needed))
     return found
 
@@ -532,13 +532,14 @@ def _needed(storage: Storage, folder: str, references: References) -> set[str] |
     return named | set(references.files(folder)) | ({SETTLED_NAME, PINNED_NAME} if named else set())
 
 
-def times_of(modified: Callable[[str], float | None], files: Sequence[str]) -> list[float]:
-    """The times of the last writes to files and to their folders.
+def times_of(storage: Storage, modified: Callable[[str], float | None], files: Sequence[str]) -> list[float]:
+    """The times of the last writes to files of a storage and to their folders, each by `modified`.
 
     A copy may give a file the time of its source. The time of the folder then shows when it was copied.
     """
     folders = {file.rpartition("/")[0] for file in files}
-    return [time for name in (*files, *sorted(folders)) if (time := modified(name)) is not None]
+    times = map_requests(storage, modified, (*files, *sorted(folders)))
+    return [time for time in times if time is not None]
 
 
 def _size(storage: Storage, file: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -28,6 +28,8 @@ from shardproof.runs.checkpointer.step_folders import (
 
 _DEAD_SAVE = 3600.0
 """Seconds since the last write after which files without a manifest are those of a dead save, by default."""
+_UNNAMED = (Verdict.WRITING, Verdict.LEFTOVER, Verdict.REPAIRABLE)
+"""Verdicts on a folder without a manifest, of which `RunWatch` shows each save, and not the folder."""
 _LONGEST_SAVE = 3600.0
 """Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file is a
 later copy."""
@@ -140,11 +142,25 @@ def scan_run(
     Raises:
         StorageError: the storage cannot list the run.
     """
+    return scan_folders(storage, (), depth=depth, older_than=older_than, now=now)
+
+
+def scan_folders(
+    storage: Storage, unplanned: Collection[str], *, depth: Depth, older_than: float, now: float | None
+) -> list[StepInfo]:
+    """As `scan_run`. The folders `unplanned` have no manifest, and the caller judges their saves one by one.
+
+    They count as leftovers, and no file in them is read.
+    """
     references = references_in(storage)
     mark = read_node_mark(storage)
     since = cache(partial(saves_since, storage, older_than, now))  # a bucket is asked only if it matters
     judged = partial(judge, storage, depth=depth, mark=mark, saves_since=since)
-    look = partial(_folder_info, storage, judged, references)
+
+    def look(folder: str) -> StepInfo | None:
+        planned = partial(judged, plan_repairs=folder not in unplanned)
+        return _folder_info(storage, planned, references, folder)
+
     found = filter(None, map_requests(storage, look, [".", *storage.folders()]))
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
@@ -224,7 +240,7 @@ def _bytes(place: Storage, found: Judgement, files: set[str], referenced: set[st
     if found.verdict is Verdict.REFERENCED:
         files = files & referenced
     try:
-        return sum(place.size(file) or 0 for file in files)
+        return sum(size or 0 for size in map_requests(place, place.size, files))
     except StorageError:
         return 0
 
@@ -316,6 +332,8 @@ class RunWatch:
         self._older_than = older_than
         self._before: dict[tuple[str, str | None], tuple[float, int]] = {}
         """Time and bytes of each save under way, at the last scan."""
+        self._dead: dict[str, tuple[list[Leftover], list[WatchedSave]]] = {}
+        """The dead saves in each folder without a manifest: their files, and their rows at the last scan."""
 
     def look(self, now: float) -> list[WatchedSave]:
         """The checkpoints and the saves under way, oldest step first.
@@ -327,10 +345,13 @@ class RunWatch:
             StorageError: the storage cannot list the run. A step that cannot be read is "unreadable".
         """
         there = now + self._clock_offset
-        infos = scan_run(self._storage, older_than=self._older_than, now=there)
         unnamed: dict[str, list[Leftover]] = {}
         for leftover in leftovers(self._storage, self._storage.modified):
             unnamed.setdefault(leftover.folder, []).append(leftover)
+        self._dead = {name: known for name, known in self._dead.items() if known[0] == unnamed.get(name)}
+        writing = (one for found in unnamed.values() for one in found if self._is_writing(one, now))
+        unplanned = {one.folder for one in writing if not one.committed} | self._dead.keys()
+        infos = scan_folders(self._storage, unplanned, depth="sizes", older_than=self._older_than, now=there)
         newest = next((info for info in reversed(infos) if info.is_step), None)
         saves = [save for info in infos for save in self._of_folder(info, unnamed, newest, now)]
         self._before = {save.key: (now, save.bytes) for save in saves if save.state == Verdict.WRITING}
@@ -340,22 +361,41 @@ class RunWatch:
         self, info: StepInfo, unnamed: dict[str, list[Leftover]], newest: StepInfo | None, now: float
     ) -> Iterator[WatchedSave]:
         found = unnamed.get(info.name, [])
-        if not found or any(leftover.committed for leftover in found):
+        if not found or any(leftover.committed for leftover in found) or info.status not in _UNNAMED:
             stored = info.name, info.step, info.save.attempt, info.status, info.time, info.bytes
             yield WatchedSave(*stored, speed=None, share=None, note=_note(info))
-        for leftover in found:
-            yield self._of_attempt(info, leftover, newest, now)
+        if info.name in self._dead:
+            yield from self._dead[info.name][1]
+            return
+        is_only = len(found) == 1
+        rows = [
+            self._of_attempt(info, leftover, newest, now, is_only)
+            for leftover in found
+            if leftover.attempt != info.save.attempt  # committed since it was found
+        ]
+        if info.status in (Verdict.LEFTOVER, Verdict.REPAIRABLE) and not any(
+            leftover.committed or self._is_writing(leftover, now) for leftover in found
+        ):
+            self._dead[info.name] = found, rows
+        yield from rows
+
+    def _is_writing(self, leftover: Leftover, now: float) -> bool:
+        return not leftover.older_than(self._older_than, now + self._clock_offset)
 
     def _of_attempt(
-        self, info: StepInfo, leftover: Leftover, newest: StepInfo | None, now: float
+        self, info: StepInfo, leftover: Leftover, newest: StepInfo | None, now: float, is_only: bool
     ) -> WatchedSave:
         key = (leftover.folder, leftover.attempt)
         size, speed, share = leftover.bytes, None, None
         note = "in the folder of a committed checkpoint" if leftover.committed else "no manifest"
-        is_old = leftover.older_than(self._older_than, now + self._clock_offset)
+        is_old = not self._is_writing(leftover, now)
         state = Verdict.LEFTOVER if is_old else Verdict.WRITING
         if is_old and info.status == Verdict.REPAIRABLE and not leftover.committed:
-            state = judge_save(self._storage, info.name, leftover.attempt, is_recent=False)
+            state = (
+                Verdict.REPAIRABLE
+                if is_only
+                else judge_save(self._storage, info.name, leftover.attempt, is_recent=False)
+            )
             note = info.reason or note
         if state is Verdict.WRITING:
             if key in self._before and now > self._before[key][0]:

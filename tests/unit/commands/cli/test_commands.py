@@ -215,6 +215,20 @@ def test_a_step_that_cannot_be_read_at_the_moment_says_nothing_about_the_run(
     assert "EIO" in err and "may be whole" in err
 
 
+@pytest.mark.parametrize("name", ["inspect", "verify", "stats"])
+def test_a_dead_save_that_cannot_be_read_at_the_moment_is_passed_over(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write(ckpt.parent / "step-00000008", SPREAD, commit=False)
+    make_old(ckpt.parent)
+    _unreadable(monkeypatch, "step-00000008/shards", errno.EACCES)
+    code, _, err = call(name, ckpt.parent)
+    assert code == 0
+    first, second = err.splitlines()
+    assert first.startswith("step-00000008: unreadable, ") and "EACCES" in first
+    assert second == "step-00000007: the newest step that can be restored"
+
+
 def test_a_number_behind_a_checkpoint_is_a_key_or_an_error(call: Any, ckpt: Path) -> None:
     code, _, err = call("verify", ckpt, 7)
     assert code == 2

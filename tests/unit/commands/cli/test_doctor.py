@@ -78,8 +78,10 @@ def test_the_folder_of_one_node_reports_that_files_of_other_nodes_are_not_here(
     assert code == 0 and others in " ".join(out.split())
     code, out, _ = call("verify", newest)
     assert code == 1 and others in out and "Traceback" not in out
-    call("prune", run_folder, "--damaged", "--keep", "1", "--older-than", "0")
+    assert call("prune", run_folder, "--damaged", "--keep", "1", "--older-than", "0s", "--yes")[0] == 0
     assert (newest / MANIFEST_NAME).exists(), "its files may be whole on the other node"
+    assert not (run_folder / "step-00000001").exists()
+    shard.parent.mkdir()  # `prune` removes empty folders
     shard.write_bytes(data[:-1])  # a file that is here, and cut, is damage
     assert "damaged" in findings(call, run_folder)[1]
 

@@ -7,19 +7,27 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shardproof as sp
 from shardproof.engine.format import MANIFEST_NAME
-from shardproof.runs.checkpointer import RunWatch
+from shardproof.runs.checkpointer import RunWatch, plan_prune
+from shardproof.runs.checkpointer.retention import times_of
+from shardproof.runs.maintenance import whole_attempts
 from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
 from tests.unit.commands.cli.samples import SECONDS, Sample, cut, write
 from tests.unit.commands.cli.test_commands import STATE, call, make_old
 
@@ -45,6 +53,90 @@ def test_a_save_is_seen_while_it_grows_until_it_is_committed(tmp_path: Path) -> 
     write(tmp_path / "step-00000002", Sample(STATE, step=2, attempt="a2"))
     states = [(save.state, save.note) for save in watch.look(now + 4.0)]
     assert states[1:] == [("committed", ""), ("writing", "in the folder of a committed checkpoint")]
+
+
+class _Dated(FaultyStorage):
+    """Counts the requests for times, too."""
+
+    def modified(self, name: str) -> float | None:
+        return self._do("modified", name, lambda: self._inner.modified(name))
+
+
+def test_a_watch_and_a_plan_of_prune_read_the_files_of_a_dead_save_once(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000001", Sample(STATE, step=1))
+    write(tmp_path / "step-00000002", Sample(STATE, step=2, attempt="a1"), commit=False)
+    write(tmp_path / "step-00000003", Sample(STATE, step=3, attempt="a1"), commit=False)
+    cut(tmp_path / "step-00000003")
+    make_old(tmp_path)
+    run = _Dated(LocalStorage(tmp_path))
+    watch = RunWatch(run, older_than=3600.0)
+    now = time.time()
+
+    def requests(look: Callable[[], object]) -> list[Counter[str]]:
+        """The requests that a call makes for the shard files of both dead saves."""
+        run.arm(None)
+        look()
+        ours = [(kind, name[:13]) for kind, name in run.operations if "/shards/" in name]
+        return [Counter(kind for kind, folder in ours if folder == f"step-0000000{n}") for n in (2, 3)]
+
+    def prune() -> None:
+        plan_prune(run, run.modified, older_than=3600.0, now=now)
+
+    def states() -> list[str]:
+        return [save.state for save in watch.look(now)]
+
+    headers = requests(lambda: whole_attempts(run.within("step-00000002")))[0]["read"]
+    assert headers
+    first = requests(states)
+    assert first[0]["read"] == headers
+    assert requests(states) == [{"modified": 1, "size": 2}] * 2, "only a change is looked into"
+    assert states() == ["committed", "repairable", "leftover"]
+    plan = requests(prune)
+    assert (plan[0]["modified"], plan[0]["read"]) == (1, headers)
+    assert plan[1]["modified"] == 1 and plan[1]["read"] <= first[1]["read"]
+
+    (shard,) = (tmp_path / "step-00000002" / "shards").iterdir()
+    shard.write_bytes(shard.read_bytes()[:-1])
+    make_old(tmp_path)
+    assert states() == ["committed", "leftover", "leftover"]
+
+
+def test_files_that_other_steps_need_are_shown_beside_those_of_a_dead_save(tmp_path: Path) -> None:
+    with sp.Checkpointer(tmp_path, incremental=True) as run:
+        for step in (1, 2):
+            run.save(step, {"w": torch.ones(1 << 18), "step": step}).result()
+    (tmp_path / "step-00000001" / MANIFEST_NAME).unlink()
+    (shard,) = (tmp_path / "step-00000001" / "shards").iterdir()
+    shutil.copy(shard, shard.with_name("00000-0bad.safetensors"))
+    rows = RunWatch(LocalStorage(tmp_path), older_than=3600.0).look(time.time())
+    assert rows[0].state == "referenced" and rows[0].note.endswith("stay for step-00000002")
+    assert [save.state for save in rows[1:]] == ["writing"] * (len(rows) - 2) + ["committed"]
+    assert "0bad" in [save.attempt for save in rows]
+
+
+def test_a_folder_that_cannot_be_read_is_shown_beside_its_dead_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "step-00000001", Sample(STATE, step=1), commit=False)
+    make_old(tmp_path)
+    watch = RunWatch(LocalStorage(tmp_path), older_than=3600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _refused(os.open, str(tmp_path / "step-00000001" / "shards")))
+        assert [save.state for save in watch.look(time.time())] == ["unreadable", "leftover"]
+    assert [save.state for save in watch.look(time.time())] == ["repairable"], "it can be read again"
+
+
+def test_a_bucket_tells_the_times_of_several_files_at_once(tmp_path: Path) -> None:
+    pairs = threading.Barrier(2)
+
+    class Remote(LocalStorage):
+        is_remote = True
+
+    def modified(name: str) -> float | None:
+        pairs.wait(timeout=SECONDS)
+        return 1.0
+
+    assert times_of(Remote(tmp_path), modified, ["shards/a", "shards/b", "shards/c"]) == [1.0] * 4
 
 
 def test_a_step_without_permission_is_shown_and_the_watch_goes_on(
@@ -95,7 +187,8 @@ def test_once_prints_one_table(call: Any, tmp_path: Path) -> None:
     states = [save["state"] for save in report["saves"]]
     assert states == ["committed", "repairable", "leftover", "repairable"]
     assert report["saves"][1]["bytes"] > report["saves"][0]["bytes"], "its files are there"
-    assert call("watch", tmp_path, "--every", "0")[0] == 2
+    code, _, err = call("watch", tmp_path, "--every", "0s")
+    assert code == 2 and "it is more than 0" in err
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import io
 import logging
+import os
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
@@ -384,6 +385,16 @@ def test_a_writer_without_overwrite_keeps_the_checkpoint(save: Any, tmp_path: Pa
     save({"w": torch.zeros(2)}, storage_writer=dcp.ShardproofWriter(tmp_path, overwrite=True))
     dcp.save({}, checkpoint_id=tmp_path / "other")
     assert not sp.open(tmp_path)["w"].read().any()
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save, torch_dcp.save])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_folder_of_a_run_takes_no_checkpoint(save: Any, overwrite: bool, tmp_path: Path) -> None:
+    sp.Checkpointer(tmp_path).save(7, {"w": torch.ones(2)}).result()
+    writer = dcp.ShardproofWriter(tmp_path, overwrite=overwrite)
+    with pytest.raises(BaseException, match="is the folder of a run, with step-00000007"):
+        getattr(save({"w": torch.zeros(2)}, storage_writer=writer), "result", list)()
+    assert os.listdir(tmp_path) == ["step-00000007"]
 
 
 @pytest.mark.parametrize("save", [dcp.save, dcp.async_save, torch_dcp.save])

@@ -390,6 +390,13 @@ def test_a_save_without_a_run_refuses_the_folder_of_a_run(overwrite: bool, tmp_p
     assert sp.save(tmp_path, state(9), overwrite=overwrite).tensors, "no step is committed"
 
 
+def test_a_dangling_link_with_the_name_of_a_step_is_no_step_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "step-00000003").symlink_to(tmp_path / "lost mount")
+    sp.save(tmp_path / "here", state(9))
+    assert sp.open(tmp_path / "here").keys()
+
+
 def test_a_save_without_a_run_looks_for_steps_with_one_listing(tmp_path: Path) -> None:
     listings: list[str] = []
 
