@@ -17,12 +17,13 @@ import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardproof._utils.contexts import no_garbage_collection
 from shardproof.engine.state.dtensor import is_dtensor, local_tensor
 from shardproof.engine.state.layout import has_parts
 from shardproof.engine.state.module_names import NamedModule, Numbers, clean_name, declared_parts
@@ -281,8 +282,7 @@ class _PartOfModel:
 def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
     """The parts of models among the parameters of this process, and the state of its optimizers for them."""
     kinds = {id(kind) for kind in _classes_below(torch.nn.Module, torch.optim.Optimizer)}  # some have no hash
-    objects = gc.get_objects()
-    both = list(compress(objects, map(kinds.__contains__, map(id, map(type, objects)))))
+    both = _objects_of(kinds)
     modules = [item for item in both if issubclass(type(item), torch.nn.Module)]
     optimizers = [item for item in both if issubclass(type(item), torch.optim.Optimizer)]
     children = {id(child) for module in modules for _, child in _items(module, "_modules")}
@@ -320,6 +320,28 @@ def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
                     parts_of = of_tensor.get(id(parameter), ())
                     found += [replace(part, memory=at, is_slot=True) for part in parts_of]
     return found
+
+
+def _objects_of(kinds: set[int]) -> list[Any]:
+    """The objects of this process whose classes have these identities.
+
+    CPython raises a SystemError in a thread that makes a tuple from an iterator, if anything else refers to
+    the tuple while the thread goes on. So one call of C gets all objects, and drops them before another thread
+    can run. Both of its iterators have to end for that: hence the item None beyond the last object.
+    """
+    held: list[list[Any]] = []
+    with no_garbage_collection():
+        found = list(
+            chain(
+                map(held.append, map(gc.get_objects, (None,))),
+                compress(
+                    chain(chain.from_iterable(held), (None,)),
+                    map(kinds.__contains__, map(id, map(type, chain.from_iterable(held)))),
+                ),
+                map(held.__delitem__, (0,)),
+            )
+        )
+    return found[1:-1]  # without the results of append and __delitem__
 
 
 def _classes_below(*roots: type) -> Iterator[type]:

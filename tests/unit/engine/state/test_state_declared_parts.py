@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle  # noqa: TID251 - of a program
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -352,3 +353,30 @@ def test_nothing_is_searched_without_need(monkeypatch: pytest.MonkeyPatch) -> No
     part = model()
     state = {"model": part, "optimizer": stepped(part.parameters()), "random": torch.get_rng_state()}
     assert collect(state).tensors
+
+
+def test_the_search_disturbs_no_thread_that_makes_tuples() -> None:
+    """CPython raises a SystemError there if anything refers to an unfinished tuple."""
+    model = torch.nn.Linear(2, 4)
+    layouts.fused(model, "weight", (4, 4), rank=0, ranks=2)
+    ended = threading.Event()
+    errors: list[SystemError] = []
+
+    def make_tuples() -> None:
+        while not ended.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=make_tuples, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            collect_on({"w": torch.ones(2)}, rank=0, world_size=2)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+    assert errors == []
