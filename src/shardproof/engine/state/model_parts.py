@@ -325,9 +325,9 @@ def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
 def _objects_of(kinds: set[int]) -> list[Any]:
     """The objects of this process whose classes have these identities.
 
-    CPython raises a SystemError in a thread that makes a tuple from an iterator, if anything else refers to
-    the tuple while the thread goes on. So one call of C gets all objects, and drops them before another thread
-    can run. Both of its iterators have to end for that: hence the item None beyond the last object.
+    CPython raises a SystemError in a thread that makes a tuple from an iterator if anything else refers to
+    the unfinished tuple. So one call of C gets all objects, and drops them before another thread can run.
+    Both of its iterators have to end for that: hence the item None beyond the last object.
     """
     held: list[list[Any]] = []
     with no_garbage_collection():
