@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle  # noqa: TID251 - of a program
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -370,12 +371,15 @@ def test_the_search_disturbs_no_thread_that_makes_tuples() -> None:
                 errors.append(error)
 
     threads = [threading.Thread(target=make_tuples, daemon=True) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     for thread in threads:
         thread.start()
     try:
         for _ in range(20):
             collect_on({"w": torch.ones(2)}, rank=0, world_size=2)
     finally:
+        sys.setswitchinterval(interval)
         ended.set()
         for thread in threads:
             thread.join(60)
